@@ -93,14 +93,14 @@ class TlsFiles:
         return tuple((found.st_ino, found.st_mtime_ns, found.st_size) for found in (file.stat() for file in files))
 
 
-class _ReloadedTls:
+class ReloadedTls:
     """TLS context of files that may change.
 
     If changed files cannot be loaded, for example during a rotation or before the certificate is
     valid, the previous context stays in use. `context` tries to load them again at each call.
     """
 
-    def __init__(self, files: TlsFiles, client: bool) -> None:
+    def __init__(self, files: TlsFiles, client: bool = True) -> None:
         """Load the files. Raises ConfigurationError if they cannot be loaded."""
         self._files = files
         self._client = client
@@ -125,11 +125,11 @@ class _ReloadedTls:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return a server's context; each handshake uses the current files (`_ReloadedTls`).
+    """Return a server's context; each handshake uses the current files (`ReloadedTls`).
 
     Raises ConfigurationError if the files cannot be loaded now.
     """
-    current = _ReloadedTls(files, client=False)
+    current = ReloadedTls(files, client=False)
     outer = current.context()
 
     def choose(connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
@@ -138,14 +138,6 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     # OpenSSL calls it for each handshake, also without a server name.
     outer.sni_callback = choose
     return outer
-
-
-class ClientTls(_ReloadedTls):
-    """TLS contexts of a client; new connections use the current files (`_ReloadedTls`)."""
-
-    def __init__(self, files: TlsFiles) -> None:
-        """Load the files. Raises ConfigurationError if they cannot be loaded."""
-        super().__init__(files, client=True)
 
 
 def _signature(files: TlsFiles) -> Signature | None:

@@ -26,7 +26,7 @@ from actors.errors import UnavailableError
 from actors.process import link_logs, open_files_of, own_logs, prepare_process
 from actors.router.models.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica, in_replica, own_replica_id
-from actors.tls import ClientTls, TlsFiles, router_files, rpc_files
+from actors.tls import ReloadedTls, TlsFiles, router_files, rpc_files
 from actors.upstream.ray_private import log_directory, on_stop
 from app.cluster_secret import fallback_secret
 from app.deployment_options import deployment_options
@@ -125,7 +125,7 @@ class HttpRouter(RouterReplica):
             link_logs(own_logs(), f"router-{own_replica_id()}")
             self.find_peers()
         prepare_process("Router", open_files_of(settings))
-        client = None if rpc_tls is None else ClientTls(rpc_tls)
+        client = None if rpc_tls is None else ReloadedTls(rpc_tls)
         super().__init__(
             settings.limits(),
             *(

@@ -27,7 +27,7 @@ from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
 from actors.rpc.server_connection import ServedStream
 from actors.telemetry.engine_status import read_status
-from actors.tls import ClientTls, TlsFiles, rpc_files, server_context
+from actors.tls import ReloadedTls, TlsFiles, rpc_files, server_context
 from configs.settings.base import RoleName
 from configs.settings.deployment import RoleSettings
 from configs.settings.service import ServiceSettings
@@ -97,7 +97,7 @@ class EngineActor:
         server's address cannot be used.
         """
         tls = None if files is None else server_context(files)
-        self._channels = Channels(None if files is None else ClientTls(files))
+        self._channels = Channels(None if files is None else ReloadedTls(files))
         slots = settings.max_ongoing_sequences or self.engine.slots
         host = settings.rpc_host or self._node_ip
         self.engines = engine_names(self.replica, len(self.engine.ranks))

@@ -12,11 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
-from actors.broadcast import replies_of
+from actors.broadcast import ask_all
 from configs.settings.base import RoleName
 from configs.settings.kv import TransferSettings
 
@@ -50,34 +48,21 @@ def peer_deployment(role: RoleName) -> str:
 
 
 class PeerReplicas:
-    """Client of all replicas of a role of this process's model.
-
-    A call takes at most `probe_timeout_s` + CALL_MARGIN_S seconds.
-    """
+    """All replicas of a role of this process's model. A call takes at most `timeout_s` seconds."""
 
     def __init__(self, role: RoleName, probe_timeout_s: float, handle: DeploymentHandle | None = None) -> None:
         self.role = role
         self.timeout_s = probe_timeout_s + CALL_MARGIN_S
         self._handle = handle
 
+    def broadcast(self, method: str, /, *arguments: object) -> DeploymentBroadcastResponse:
+        if self._handle is None:
+            self._handle = serve.get_deployment_handle(peer_deployment(self.role), _check_exists=False)
+        return self._handle.broadcast(method, *arguments)
+
     async def ask(self, method: str, *arguments: object) -> list[Any]:
-        """Return the results of the replicas that reply in time; log failures. Empty without
-        replicas.
-        """
-        try:
-            if self._handle is None:
-                self._handle = serve.get_deployment_handle(peer_deployment(self.role), _check_exists=False)
-            return await replies_of(self.role, method, self._handle.broadcast(method, *arguments), self.timeout_s)
-        except (RayError, RayServeException, TimeoutError) as error:
-            logger.debug("no replica can be called: %r", error)
-        except Exception as error:  # the caller continues without these replicas
-            logger.warning(
-                "cannot call the %s replicas (method %s); continuing without their results: %r",
-                self.role,
-                method,
-                error,
-            )
-        return []
+        """Return the results of the replicas that reply in time; log failures."""
+        return await ask_all(self.role, self, method, self.timeout_s, *arguments)
 
 
 async def every(seconds: float, work: Any) -> None:

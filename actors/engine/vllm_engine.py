@@ -269,37 +269,31 @@ class VllmEngine:
 
     async def describe_connector(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
         """Return the connector's reply to `describe`; raises TimeoutError after `timeout_s`."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})
-        return await self._probe(params, timeout_s, rank) or {}
+        return await self._probe({"do_remote_decode": True, "describe": True}, timeout_s, rank)
 
     async def produce_probe(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
         """Compute a prompt of a few tokens; return the transfer parameters for its KV. Raises
         TimeoutError after `timeout_s`.
         """
-        from vllm import SamplingParams
-
-        params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True}})
-        return await self._probe(params, timeout_s, rank) or {}
+        return await self._probe({"do_remote_decode": True}, timeout_s, rank)
 
     async def consume_probe(self, params: Mapping[str, Any], timeout_s: float, rank: int = 0) -> None:
         """Fetch a probe's KV, or compute it if the transfer fails. Raises TimeoutError after
         `timeout_s`.
         """
+        await self._probe(dict(params), timeout_s, rank)
+
+    async def _probe(self, transfer: dict[str, Any], timeout_s: float, rank: int) -> dict[str, Any]:
         from vllm import SamplingParams
 
-        await self._probe(SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: dict(params)}), timeout_s, rank)
-
-    async def _probe(self, params: Any, timeout_s: float, rank: int) -> dict[str, Any] | None:
+        params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: transfer})
         found = None
         async with asyncio.timeout(timeout_s):
-            request_id = f"probe-{uuid.uuid4().hex}"
             async for output in self._llm.generate(
-                {"prompt_token_ids": PROBE_TOKENS}, params, request_id=request_id, data_parallel_rank=rank
+                {"prompt_token_ids": PROBE_TOKENS}, params, f"probe-{uuid.uuid4().hex}", data_parallel_rank=rank
             ):
                 found = output.kv_transfer_params
-        return found
+        return found or {}
 
     async def discard(self, transfer_id: str, rank: int = 0) -> None:
         """Tell the connector of `rank` to free the KV of this transfer. Runs no forward pass;

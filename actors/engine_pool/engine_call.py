@@ -18,6 +18,7 @@ from actors.errors import (
     SilentError,
     UnavailableError,
 )
+from actors.moving_timer import RESOLUTION_S
 from actors.request import (
     Accepted,
     EngineTimings,
@@ -40,10 +41,6 @@ logger = logging.getLogger(__name__)
 
 Response = tuple[ResponseStart, list[StreamChunk | bytes]]
 """Start of a response and its items: those of a stream so far, else the whole body."""
-
-
-RESOLUTION_S = 0.001
-"""Resolution of uvloop's clock and timers in seconds; a timer may expire this much early."""
 
 
 @dataclass

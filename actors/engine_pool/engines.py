@@ -24,7 +24,7 @@ from actors.request import Call, PrefillReport
 from actors.rpc.address import RpcAddress
 from actors.rpc.client import Channels, ChannelsSnapshot
 from actors.rpc.messages import KEEP, PrefillCandidate, PrefillOrder, RpcRequest
-from actors.tls import ClientTls
+from actors.tls import ReloadedTls
 from configs.settings.base import RoleName
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class EnginePool:
     """The engines of one role."""
 
-    def __init__(self, role: RoleName, handle: DeploymentHandle, tls: ClientTls | None = None) -> None:
+    def __init__(self, role: RoleName, handle: DeploymentHandle, tls: ReloadedTls | None = None) -> None:
         self._role = role
         # A handle with options receives Serve's updates of replicas at once, a plain handle only
         # after its first call.

@@ -11,7 +11,7 @@ from actors.request import Item
 from actors.rpc.address import RpcAddress, enable_keepalive
 from actors.rpc.messages import Reply, RpcFailure, RpcProtocolError, RpcRequest, StreamItem
 from actors.rpc.protocol import RouterProtocol
-from actors.tls import ClientTls
+from actors.tls import ReloadedTls
 
 CONNECT_S = 5.0
 """Timeout of a TCP connect with its TLS handshake, in seconds; it normally takes milliseconds."""
@@ -194,7 +194,7 @@ class ChannelsSnapshot:
 
 
 class Channels:
-    def __init__(self, tls: ClientTls | None = None) -> None:
+    def __init__(self, tls: ReloadedTls | None = None) -> None:
         self._tls = tls
         self._channels: dict[RpcAddress, Channel] = {}
 

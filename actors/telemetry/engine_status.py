@@ -1,25 +1,26 @@
 """Read the status of one engine from the metrics of vLLM and the connector in its actor."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.samples import Sample
 
+SUMS = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "quarantined": "vllm:tandem_kv_quarantined",
+    "sent_bytes": "vllm:tandem_kv_sent_bytes_total",
+    "store_problems": "vllm:tandem_store_problems_total",
+}
+"""Metrics whose sum over ranks and labels is a field of EngineStatus, by this field."""
+
+USAGE = "vllm:kv_cache_usage_perc"
 STAGES = "vllm:tandem_kv_transfers"
+REQUESTS = "vllm:tandem_kv_requests_total"
+PAIR_BYTES, PAIR_SECONDS = "vllm:tandem_kv_pair_bytes_total", "vllm:tandem_kv_pair_seconds_total"
 STORE_TOKENS = "vllm:tandem_store_tokens_total"
-STORE_PROBLEMS = "vllm:tandem_store_problems_total"
-NAMES = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-    STAGES,
-    "vllm:tandem_kv_quarantined",
-    "vllm:tandem_kv_requests_total",
-    "vllm:tandem_kv_sent_bytes_total",
-    "vllm:tandem_kv_pair_bytes_total",
-    "vllm:tandem_kv_pair_seconds_total",
-    STORE_TOKENS,
-    STORE_PROBLEMS,
-)
+NAMES = (*SUMS.values(), USAGE, STAGES, REQUESTS, PAIR_BYTES, PAIR_SECONDS, STORE_TOKENS)
 """Metrics that `read_status` collects; collecting all would cost more."""
 
 
@@ -59,37 +60,24 @@ class EngineStatus:
 
 def read_status(registry: CollectorRegistry) -> EngineStatus:
     """Return the status of the engine with the metrics in `registry`; absent metrics count as 0."""
-    numbers: dict[str, float] = {}
-    transfers: dict[str, int] = {}
-    sent: dict[str, list[float]] = {}
-    store_tokens: dict[str, int] = {}
-    ranks = 0
-    recomputed = 0.0
+    samples: defaultdict[str, list[Sample]] = defaultdict(list)
     for family in registry.restricted_registry(NAMES).collect():
         for sample in family.samples:
-            numbers[sample.name] = numbers.get(sample.name, 0.0) + sample.value
-            ranks += sample.name == "vllm:kv_cache_usage_perc"
-            if sample.name == STAGES and sample.value:
-                stage = sample.labels["stage"]
-                transfers[stage] = transfers.get(stage, 0) + int(sample.value)
-            elif sample.name == "vllm:tandem_kv_requests_total" and sample.labels["outcome"] == "recomputed":
-                recomputed += sample.value
-            elif sample.name == STORE_TOKENS:
-                outcome = sample.labels["outcome"]
-                store_tokens[outcome] = store_tokens.get(outcome, 0) + int(sample.value)
-            elif sample.name == "vllm:tandem_kv_pair_bytes_total":
-                sent.setdefault(sample.labels["peer"], [0, 0])[0] += sample.value
-            elif sample.name == "vllm:tandem_kv_pair_seconds_total":
-                sent.setdefault(sample.labels["peer"], [0, 0])[1] += sample.value
+            samples[sample.name].append(sample)
+
+    def by(label: str, name: str) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for sample in samples[name]:
+            found[sample.labels[label]] = found.get(sample.labels[label], 0.0) + sample.value
+        return found
+
+    usage = [sample.value for sample in samples[USAGE]]
+    sizes, seconds = by("peer", PAIR_BYTES), by("peer", PAIR_SECONDS)
     return EngineStatus(
-        running=int(numbers.get("vllm:num_requests_running", 0)),
-        waiting=int(numbers.get("vllm:num_requests_waiting", 0)),
-        cache_usage=round(numbers.get("vllm:kv_cache_usage_perc", 0.0) / max(ranks, 1), 4),
-        transfers=transfers,
-        quarantined=int(numbers.get("vllm:tandem_kv_quarantined", 0)),
-        sent_bytes=int(numbers.get("vllm:tandem_kv_sent_bytes_total", 0)),
-        recomputed=int(recomputed),
-        pairs={peer: (int(size), round(seconds, 6)) for peer, (size, seconds) in sent.items()},
-        store_tokens=store_tokens,
-        store_problems=int(numbers.get(STORE_PROBLEMS, 0)),
+        **{field: int(sum(sample.value for sample in samples[name])) for field, name in SUMS.items()},
+        cache_usage=round(sum(usage) / max(len(usage), 1), 4),
+        transfers={stage: int(number) for stage, number in by("stage", STAGES).items() if number},
+        recomputed=int(by("outcome", REQUESTS).get("recomputed", 0)),
+        pairs={peer: (int(sizes.get(peer, 0)), round(seconds.get(peer, 0), 6)) for peer in sizes | seconds},
+        store_tokens={outcome: int(number) for outcome, number in by("outcome", STORE_TOKENS).items()},
     )

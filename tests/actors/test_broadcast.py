@@ -16,7 +16,6 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
 from actors.broadcast import ask_all
-from actors.engine.pair_warmup import CALL_MARGIN_S, PeerReplicas
 from tests.actors.fleet import Reply, broadcast
 
 BOUND_S = 0.3
@@ -33,17 +32,8 @@ class Replicas:
         return self._sent()
 
 
-async def ask_from_router(sent: Callable[[], DeploymentBroadcastResponse], bound_s: float = BOUND_S) -> list[Any]:
+async def ask(sent: Callable[[], DeploymentBroadcastResponse], bound_s: float = BOUND_S) -> list[Any]:
     return await ask_all("decode", cast(DeploymentHandle, Replicas(sent)), "ping", bound_s)
-
-
-async def ask_from_engine(sent: Callable[[], DeploymentBroadcastResponse], bound_s: float = BOUND_S) -> list[Any]:
-    role = PeerReplicas("decode", bound_s - CALL_MARGIN_S, cast(DeploymentHandle, Replicas(sent)))
-    return await role.ask("ping")
-
-
-Ask = Callable[..., Any]
-both = pytest.mark.parametrize("ask", [ask_from_router, ask_from_engine])
 
 
 @contextmanager
@@ -61,16 +51,14 @@ def another_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 @pytest.mark.usefixtures("virtual_time")
-@both
-async def test_one_that_is_late_costs_only_its_own_reply(ask: Ask) -> None:
+async def test_one_that_is_late_costs_only_its_own_reply() -> None:
     """The others' results are kept, and the wait has a deadline."""
     began_at = time.monotonic()
     assert await ask(lambda: broadcast(Reply("p"), Reply("q", 60), Reply("r"))) == ["p", "r"]
     assert BOUND_S <= time.monotonic() - began_at < 10 * BOUND_S
 
 
-@both
-async def test_replies_are_found_through_serves_own_loop(ask: Ask) -> None:
+async def test_replies_are_found_through_serves_own_loop() -> None:
     """Coroutines sent to the loop are awaited there."""
     with another_loop() as loop:
         assert await ask(lambda: broadcast(Reply("p"), loop=loop), 60) == ["p"]
@@ -78,21 +66,19 @@ async def test_replies_are_found_through_serves_own_loop(ask: Ask) -> None:
 
 
 @pytest.mark.usefixtures("virtual_time")
-@both
 @pytest.mark.parametrize("failure", [RuntimeError("anything"), asyncio.CancelledError()], ids=repr)
-async def test_one_that_fails_costs_only_its_own_reply(ask: Ask, failure: BaseException) -> None:
+async def test_one_that_fails_costs_only_its_own_reply(failure: BaseException) -> None:
     """The other replies arrive even if Serve reports that the call was cancelled."""
     assert await ask(lambda: broadcast(Reply(failure), Reply("q"))) == ["q"]
 
 
 @pytest.mark.usefixtures("virtual_time")
-@both
 @pytest.mark.parametrize(
     "problem",
     [NO_ACTOR, RuntimeError("Router is not initialized"), RayTaskError("ping", "", ValueError("anything"))],
     ids=lambda problem: type(problem).__name__,
 )
-async def test_nobody_can_be_asked(ask: Ask, problem: Exception) -> None:
+async def test_nobody_can_be_asked(problem: Exception) -> None:
     """For any reason, the caller continues."""
     assert await ask(lambda: broadcast(problem=problem)) == []
 
@@ -103,8 +89,7 @@ async def test_nobody_can_be_asked(ask: Ask, problem: Exception) -> None:
 
 
 @pytest.mark.usefixtures("virtual_time")
-@both
-async def test_serve_that_does_not_learn_who_runs(ask: Ask) -> None:
+async def test_serve_that_does_not_learn_who_runs() -> None:
     """The caller does not wait for Serve."""
 
     async def never() -> list[Any]:
@@ -117,7 +102,7 @@ async def test_serve_that_does_not_learn_who_runs(ask: Ask) -> None:
 @pytest.mark.usefixtures("virtual_time")
 async def test_whoever_asks_can_be_cancelled() -> None:
     """No part of the call is left."""
-    asking = asyncio.create_task(ask_from_router(lambda: broadcast(Reply("p", 60), Reply("q", 60))))
+    asking = asyncio.create_task(ask(lambda: broadcast(Reply("p", 60), Reply("q", 60))))
     await asyncio.sleep(BOUND_S / 3)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -135,5 +120,5 @@ def test_a_role_without_replicas_is_logged_once(
         raise NO_ACTOR
 
     for _ in range(3):
-        assert asyncio.run(ask_from_router(sent)) == []
+        assert asyncio.run(ask(sent)) == []
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["ping"]

@@ -15,7 +15,7 @@ from actors.errors import EngineDownError
 from actors.rpc.address import RpcAddress
 from actors.rpc.client import Channels
 from actors.rpc.server import RpcServer
-from actors.tls import ClientTls, TlsFiles, rpc_files, server_context
+from actors.tls import ReloadedTls, TlsFiles, rpc_files, server_context
 from configs.settings.parsing import parse_settings
 from testing.certificates import Authority, MonthsAgo
 from tests.actors.rpc.world import WAIT_S, Served
@@ -47,7 +47,7 @@ async def listening(own: ssl.SSLContext | None) -> AsyncGenerator[tuple[RpcServe
         await server.close()
 
 
-async def ask(address: RpcAddress, tls: ClientTls | None) -> int:
+async def ask(address: RpcAddress, tls: ReloadedTls | None) -> int:
     channels = Channels(tls)
     try:
         async with asyncio.timeout(WAIT_S):
@@ -58,16 +58,16 @@ async def ask(address: RpcAddress, tls: ClientTls | None) -> int:
 
 async def test_both_sides_present_a_certificate(ours: Authority) -> None:
     async with listening(server_context(files(ours, "engine", ours))) as (_, address):
-        assert await ask(address, ClientTls(files(ours, "router", ours))) == 42
+        assert await ask(address, ReloadedTls(files(ours, "router", ours))) == 42
 
 
 @pytest.mark.parametrize("which", ["foreign router", "foreign engine", "expired router", "no certificate", "no TLS"])
 async def test_refused(ours: Authority, foreign: Authority, which: str) -> None:
     """The call fails at once, no call reaches the engine, and no connection stays."""
     engine = server_context(files(foreign if which == "foreign engine" else ours, "engine", ours))
-    router: ClientTls | None = None
+    router: ReloadedTls | None = None
     if which != "no TLS":
-        router = ClientTls(files(foreign if which == "foreign router" else ours, "router", ours))
+        router = ReloadedTls(files(foreign if which == "foreign router" else ours, "router", ours))
     if which == "expired router":
         router = Presenting(files(ours, "router", ours, days=10), ours.issue("expired", days=-1))
     if which == "no certificate":
@@ -80,7 +80,7 @@ async def test_refused(ours: Authority, foreign: Authority, which: str) -> None:
                 await asyncio.sleep(0.01)
 
 
-class Presenting(ClientTls):
+class Presenting(ReloadedTls):
     """A router that presents a certificate which it would refuse to load itself, or none."""
 
     def __init__(self, trusting: TlsFiles, own: tuple[Path, Path] | None) -> None:
@@ -98,14 +98,14 @@ class Presenting(ClientTls):
 async def test_a_router_with_tls_does_not_talk_to_an_engine_without(ours: Authority) -> None:
     async with listening(None) as (_, address):
         with pytest.raises(EngineDownError):
-            await ask(address, ClientTls(files(ours, "router", ours)))
+            await ask(address, ReloadedTls(files(ours, "router", ours)))
 
 
 async def test_changed_files_are_used_by_the_next_connection(ours: Authority, foreign: Authority) -> None:
     """Both sides move to another authority; a file that is half written changes nothing."""
     engine, router = files(ours, "engine", ours), files(ours, "router", ours)
     async with listening(server_context(engine)) as (_, address):
-        tls = ClientTls(router)
+        tls = ReloadedTls(router)
         assert await ask(address, tls) == 42
         foreign.issue("engine")
         foreign.issue("router")
@@ -113,7 +113,7 @@ async def test_changed_files_are_used_by_the_next_connection(ours: Authority, fo
         engine.ca_certs.write_bytes(foreign.file.read_bytes())
         assert await ask(address, tls) == 42
         with pytest.raises(EngineDownError):
-            await ask(address, ClientTls(files(ours, "late", ours)))
+            await ask(address, ReloadedTls(files(ours, "late", ours)))
         foreign_ca = foreign.file.read_bytes()
         engine.ca_certs.write_bytes(foreign_ca)
         router.keyfile.write_text("half of a rotation")
@@ -122,7 +122,7 @@ async def test_changed_files_are_used_by_the_next_connection(ours: Authority, fo
 
 def test_a_client_tries_files_that_cannot_be_loaded_again(ours: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     """A certificate's validity begins without a change of its files."""
-    client = ClientTls(files(ours, "router", ours))
+    client = ReloadedTls(files(ours, "router", ours))
     before = client.context()
     with monkeypatch.context() as behind:
         behind.setattr(actors.tls, "datetime", MonthsAgo)
