@@ -15,7 +15,6 @@ from actors.errors import UnavailableError
 from actors.upstream import ray_private
 
 STORE_S = 2.0
-"""Timeout in seconds of one operation; it normally takes milliseconds."""
 
 T = TypeVar("T")
 
@@ -55,12 +54,10 @@ class AdapterRecords:
         return not await self._run(lambda: ray_private.store_put(self._key(name), data, overwrite=False))
 
     async def get(self, name: str) -> AdapterRecord | None:
-        """Return the record of `name`, or None."""
         data = await self._run(lambda: ray_private.store_get(self._key(name)))
         return None if data is None else AdapterRecord(*json.loads(data))
 
     async def delete(self, name: str) -> None:
-        """Delete the record of `name`, if there is one."""
         await self._run(lambda: ray_private.store_delete(self._key(name)))
 
     async def remove(self, name: str, record: AdapterRecord) -> None:
@@ -77,7 +74,6 @@ class AdapterRecords:
         await self._run(remove)
 
     async def names(self) -> list[str]:
-        """Return the names of all recorded adapters."""
         keys = await self._run(lambda: ray_private.store_keys(self._prefix))
         return [key.removeprefix(self._prefix).decode() for key in keys]
 

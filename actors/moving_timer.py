@@ -32,7 +32,6 @@ class MovingTimer:
         self._start(due_at)
 
     def close(self) -> None:
-        """Remove the deadline and the timer of the event loop."""
         self._due_at = None
         if self._timer is not None:
             self._timer.cancel()

@@ -11,10 +11,7 @@ from connectors.open_files import OTHER_FILES, raise_limit
 
 
 def prepare_process(name: str, needed_files: int = OTHER_FILES) -> None:
-    """Configure the log of this actor's process, and raise its limit of open files.
-
-    ``name``  name of the process in its log
-    """
+    """Configure the log of this actor's process, and raise its limit of open files."""
     # Not `sys.stdout`: with RAY_SERVE_LOG_TO_STDERR=0, Serve logs each line again, at INFO.
     log_to(os.fdopen(1, "w", encoding="utf-8", closefd=False), name)
     raise_limit(needed_files)

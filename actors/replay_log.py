@@ -27,7 +27,7 @@ class ServedCall:
     data_parallel_rank: int = 0
     problem: TandemError | None = None
     taken: Callable[[], None] = lambda: None
-    """Callback after the serving layer has processed an output."""
+    """Called after the serving layer has processed an output."""
     timestamps: CallTimestamps = field(default_factory=CallTimestamps)
     first_token: asyncio.Future[None] | None = None
     """Done when the engine has sampled the first token of an answer that is not streamed.
@@ -35,14 +35,10 @@ class ServedCall:
     Never done if this token ends the answer. None: not reported.
     """
     prompt_tokens: int | None = None
-    """Number of tokens of the prompt, for the next chunk.
-
-    Set with the first token that a prefill engine samples for the client; None before and after.
-    """
+    """Set with the first token that a prefill engine samples for the client; else None."""
     prompt_digest: bytes | None = None
-    """Digest of the prompt, for the next chunk with a token group; None before and after."""
     source: Callable[[], TokenSource | None] = lambda: None
-    """Function that returns the identity of what computes the tokens; None while it is unknown."""
+    """Returns the identity of what computes the tokens; None while it is unknown."""
     split_first: bool = False
     """Whether the outputs of this call's next engine request pass through a `ReplayCollector`."""
     unfinished: bool = False
@@ -52,20 +48,15 @@ class ServedCall:
     prefilled: int = 0
     """Number of tokens of `replay` that the engine computes with the prompt, for the next chunk."""
     _sampled: bool = False
-    """Whether the engine has sampled a token since the last chunk."""
     _new: deque[TokenGroup] = field(default_factory=deque)
     _began: bool = False
 
     def begin(self) -> bool:
-        """Mark a generation of the call as begun; return whether it is the first.
-
-        Only the first generation is recorded.
-        """
+        """Return whether this is the call's first generation: only that one is recorded."""
         first, self._began = not self._began, True
         return first
 
     def record(self, tokens: Sequence[int]) -> None:
-        """Record an output's token ids as a token group, before the serving layer receives them."""
         if tokens:
             self._new.append(tuple(tokens))
 
@@ -74,17 +65,11 @@ class ServedCall:
         self._sampled = True
 
     def sampled_first(self) -> None:
-        """Complete `first_token`, unless it is None or done."""
         if self.first_token is not None and not self.first_token.done():
             self.first_token.set_result(None)
 
     def chunk(self, body: bytes) -> bytes | StreamChunk:
-        """Return `body`, as a TokenChunk if tokens or timings are new since the last chunk.
-
-        If `prompt_tokens` is also set, it is a FirstTokenChunk. The chunk has the token groups
-        recorded since the last chunk. The first chunk with a group also has `prompt_digest`, and
-        the first one at which it is known has `source`.
-        """
+        """Return `body` with the tokens and timings since the last chunk, or alone without any."""
         timings = self.timestamps.take_timings()
         if not self._sampled and not self._new and timings is None:
             return body
@@ -103,25 +88,21 @@ class ServedCall:
         return TokenChunk(body, groups, timings, digest, source, prefilled)
 
     def fail(self, why: str) -> TandemError:
-        """Record and return the error of a replay log that the engine cannot repeat."""
         return self.end(CannotResumeError(why))
 
     def end(self, problem: TandemError) -> TandemError:
-        """Record and return the error that ends the call."""
         self.problem = problem
         return problem
 
     def check(self) -> None:
-        """Raise the recorded error, if any: vLLM's serving layer has converted it to a response."""
+        """Raise the recorded error: vLLM's serving layer has converted it to a response."""
         if self.problem is not None:
             raise self.problem
 
     def context(self) -> Context:
-        """Return a context in which `SERVED_CALL` is this call."""
         context = copy_context()
         context.run(SERVED_CALL.set, self)
         return context
 
 
 SERVED_CALL: ContextVar[ServedCall | None] = ContextVar("served", default=None)
-"""The call of the current context; None outside of a call."""

@@ -43,10 +43,7 @@ TRANSFER_FIELD = "kv_transfer_params"
 
 
 KEEP_ALIVE = b": keep-alive\n\n"
-"""SSE comment that the router sends to the client of a stream before its first token.
-
-The text is vLLM's (`vllm/entrypoints/serve/utils/sse_keep_alive.py`).
-"""
+"""SSE comment to clients before the first token, with vLLM's text (`sse_keep_alive.py`)."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +86,11 @@ class Call:
     body: bytes = field(default=b"", repr=False)
     replay_log: ReplayLog = field(default=(), repr=False)
     sequences: int = 1
-    """Number of sequences that the engine computes for the call."""
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """First item of the answer to each call that the engine accepts.
+    """First item of the answer to each accepted call.
 
-    ``replica``  id of the engine that has accepted the call
     ``ongoing``  number of the engine's ongoing sequences, this call's included
     """
 
@@ -158,14 +153,10 @@ class ResponseStart(msgspec.Struct, frozen=True, array_like=True, tag=2):
     status: int
     headers: Headers
     timings: EngineTimings | None = None
-    """Timings of an answer that is not a stream, complete at its start.
-
-    None for a stream, and if vLLM has no statistics of the call.
-    """
+    """Timings of an answer that is not a stream; None if vLLM has no statistics of the call."""
 
     @property
     def streams(self) -> bool:
-        """True if the body is a stream of server-sent events."""
         return any(
             name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers
         )
@@ -174,32 +165,25 @@ class ResponseStart(msgspec.Struct, frozen=True, array_like=True, tag=2):
 class StreamChunk(msgspec.Struct, frozen=True, array_like=True):
     """Part of a response body with new tokens or timings: a TokenChunk or a FirstTokenChunk.
 
-    ``groups``  token groups recorded since the previous chunk; empty if the answer is not recorded.
-                No other engine can resume such an answer
+    ``groups``   token groups recorded since the previous chunk. No other engine can resume an
+                 answer that is not recorded
+    ``timings``  in the chunk of the first token, if vLLM has statistics of the call
     """
 
     body: bytes
     groups: ReplayLog
     timings: EngineTimings | None = None
-    """Timings of the stream, in the chunk of its first token.
-
-    None in other chunks, and if vLLM has no statistics of the call.
-    """
 
 
 class TokenChunk(StreamChunk, frozen=True, array_like=True, tag=3):
-    """Chunk with new tokens or timings, other than a FirstTokenChunk."""
+    """Chunk with new tokens or timings, other than a FirstTokenChunk.
+
+    ``prompt_digest``  in the first chunk with a token group; None for prompt embeddings
+    ``source``         in the first chunk at which it is known
+    """
 
     prompt_digest: bytes | None = None
-    """Digest of the prompt, in the first chunk with a recorded token group.
-
-    None in other chunks, for prompt embeddings, and from engines of earlier releases.
-    """
     source: TokenSource | None = None
-    """Identity of what computed the answer's tokens, in the first chunk at which it is known.
-
-    None in other chunks, and from engines of earlier releases.
-    """
     prefilled: int = 0
     """Number of tokens of the replay log that the engine computed with the prompt, in the first
     chunk; 0 if it repeated them in as many steps.
@@ -210,11 +194,8 @@ class FirstTokenChunk(StreamChunk, frozen=True, array_like=True, tag=4):
     """Chunk with the first token, from a prefill engine that was asked to sample it."""
 
     prompt_tokens: int = 0
-    """Number of tokens of the prompt."""
     prompt_digest: bytes | None = None
-    """Digest of the prompt; see `TokenChunk.prompt_digest`."""
     source: TokenSource | None = None
-    """See `TokenChunk.source`."""
 
 
 PrefillOutcome = Literal["accepted", "full", "leaving", "computed", "rejected", "failed", "silent", "late", "alone"]
@@ -235,15 +216,11 @@ PrefillOutcome = Literal["accepted", "full", "leaving", "computed", "rejected", 
 class PrefillReport(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Report of a decode engine about its call to a prefill engine (`RpcRequest.prefill`).
 
-    Durations are in seconds of the decode engine's clock.
-
-    ``replica``        id of the prefill engine; empty if the outcome is `alone`
-    ``tried_s``        from the acceptance of decode's call to the beginning of this try
-    ``took_s``         from the beginning of this try to this outcome
-    ``ongoing``        number of the prefill engine's ongoing sequences, if it has `accepted`
-    ``prompt_tokens``  number of tokens of the prompt, if it is computed and the engine reports it
-    ``timings``        timings of the prefill engine, if the prompt is computed
-    ``message``        cause of a failure; of `alone`: the reason of the local request
+    ``replica``   id of the prefill engine; empty if the outcome is `alone`
+    ``tried_s``   from the acceptance of decode's call to the beginning of this try
+    ``took_s``    from the beginning of this try to this outcome
+    ``ongoing``   number of the prefill engine's ongoing sequences, if it has `accepted`
+    ``message``   cause of a failure; of `alone`: the reason of the local request
     """
 
     replica: str
@@ -257,4 +234,3 @@ class PrefillReport(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 Item = Accepted | Heartbeat | ResponseStart | TokenChunk | FirstTokenChunk | PrefillReport | bytes
-"""Item of an answer; `bytes` is a part of the body without tokens or timings."""

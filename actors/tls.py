@@ -78,17 +78,10 @@ class TlsFiles:
         return _certificates(f"{self.prefix}certfile", self.certfile)[0]
 
     def expires_at(self) -> datetime:
-        """Return the certificate's expiry time in UTC.
-
-        Raises ConfigurationError if the certificate cannot be read.
-        """
+        """Return the certificate's expiry time in UTC."""
         return self._own_certificate().not_valid_after_utc
 
     def signature(self) -> Signature:
-        """Return a value that changes when a file is written or replaced.
-
-        Raises OSError if a file does not exist or cannot be examined.
-        """
         files = (self.certfile, self.keyfile, *([self.ca_certs] if self.ca_certs else ()))
         return tuple((found.st_ino, found.st_mtime_ns, found.st_size) for found in (file.stat() for file in files))
 
@@ -110,7 +103,6 @@ class ReloadedTls:
         """Last logged error of files that cannot be loaded; empty after a successful load."""
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for a new connection; load the files first if they have changed."""
         if (found := _signature(self._files)) != self._loaded:
             try:
                 self._context = self._files.load(self._client)
@@ -164,7 +156,6 @@ def _check_dates(setting: str, file: Path, certificate: x509.Certificate) -> Non
 
 
 def router_files(settings: RouterSettings) -> TlsFiles | None:
-    """Return the files of the router's port, or None without TLS."""
     if settings.ssl_certfile is None or settings.ssl_keyfile is None:
         return None
     ca_certs = None if settings.ssl_ca_certs is None else Path(settings.ssl_ca_certs)
@@ -172,7 +163,6 @@ def router_files(settings: RouterSettings) -> TlsFiles | None:
 
 
 def rpc_files(settings: ServiceSettings) -> TlsFiles | None:
-    """Return the files of both sides of the connections to engines, or None without TLS."""
     own = settings.rpc_tls
     if own is None:
         return None

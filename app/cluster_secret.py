@@ -11,11 +11,9 @@ KEY = b"peer-secret"
 
 
 def fallback_secret(settings: ServiceSettings) -> SecretStr:
-    """Return the secret for engines without one in their own environment.
+    """Return the operator's secret, else the Ray cluster's; engines prefer their own environment's.
 
-    The operator's secret, from `settings` or from the environment of this process, takes precedence
-    over the Ray cluster's (`cluster_secret`). Raises SettingsError if the secret in the environment
-    is too short.
+    Raises SettingsError if the secret in the environment is too short.
     """
     return settings.transfer.operators_secret() or SecretStr(cluster_secret())
 

@@ -16,7 +16,6 @@ from configs.settings.deployment import RoleSettings
 
 
 def deployment_options(role: RoleSettings, runtime_env: dict[str, Any]) -> dict[str, Any]:
-    """Return the resource and placement options of the deployment of `role`."""
     actor = {"num_cpus": role.num_cpus, "resources": role.resources, "runtime_env": runtime_env}
     if role.executor == "mp":
         return {

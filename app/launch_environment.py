@@ -9,7 +9,6 @@ from pathlib import Path
 from configs.settings.base import SettingsError
 
 KEPT = {"RAY_AUTH_TOKEN_PATH": ".ray/auth_token", "HF_HOME": ".cache/huggingface"}
-"""Files of a read-only home directory that stay in use, by variable."""
 
 
 OBJECT_STORE_BYTES = 128 * 2**20
@@ -60,7 +59,6 @@ def prepare_environment() -> str | None:
 
 
 def home_problem() -> str | None:
-    """Return the reason why the home directory cannot be used, or None."""
     home = os.path.expanduser("~")
     if home == "~":
         return "HOME is not set, and this user has no entry in the password database"
@@ -70,12 +68,10 @@ def home_problem() -> str | None:
 
 
 def ray_temporary_directory() -> str:
-    """Return the directory below which Ray, started in this environment, creates its sessions."""
     return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
 
 
 def has_name() -> bool:
-    """Return whether the user of this process has an entry in the password database."""
     try:
         return bool(pwd.getpwuid(os.getuid()))
     except KeyError:
@@ -83,11 +79,6 @@ def has_name() -> bool:
 
 
 def own_directory(problem: str) -> Path:
-    """Return this user's directory below the temporary directory; create it if necessary.
-
-    Raises SettingsError, which begins with `problem`, if the directory cannot be created or another
-    user can write it.
-    """
     folder = Path(tempfile.gettempdir()) / f"tandem-home-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -43,10 +43,7 @@ from configs.settings.service import ServiceSettings
 logger = logging.getLogger(__name__)
 
 SERVE_CALLS = 65536
-"""Serve's limit on the ongoing calls of one replica, so high that Tandem's limits apply first.
-
-Tandem limits sequences in routers and engines, and reports the reason of a refusal to the client.
-"""
+"""Serve's limit on a replica's calls, so high that Tandem's limits apply first."""
 
 ROUTER_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 """Environment variables that make Serve run its part of a router on the router's event loop.
@@ -56,16 +53,10 @@ when requests still passed through Serve).
 """
 
 HEALTH_CHECK_PERIOD_S = 2.0
-"""Period of Serve's health checks of engines, in seconds.
-
-Serve replaces a replica after three failed checks, so it replaces a dead engine after about 6 s.
-"""
+"""Serve replaces a replica after three failed checks, so a dead engine after about 6 s."""
 
 UNREAD_MARGIN_S = 10.0
-"""Seconds over `router.idle_timeout_s` after which the kernel ends a client's connection.
-
-With this margin, the router first ends the stream of a client that reads nothing.
-"""
+"""Time after `router.idle_timeout_s` in which the router, not the kernel, ends such a stream."""
 
 DRAIN_POLL_S = 0.2
 """Interval in seconds at which Serve checks whether a stopping replica has ongoing Serve calls.
@@ -76,14 +67,7 @@ pass through Serve (docs/decisions/0036), so Serve's default of 2 s would only d
 
 
 class DeployedModel(NamedTuple):
-    """The engines of one model, for the router's constructor.
-
-    ``prefill``, ``decode``  bound deployments, which Serve replaces by handles
-    ``names``                name and aliases; empty in a service without the setting `models`
-    ``allows_adapters``      whether clients may load and unload adapters
-    ``adapters``             names of the adapters that the engines load at their start
-    ``suffix``               end of the names of both deployments
-    """
+    """The engines of one model, whose bound deployments Serve replaces by handles."""
 
     prefill: Any
     decode: Any
@@ -168,7 +152,7 @@ class HttpRouter(RouterReplica):
         return self._for_proxies
 
     async def check_health(self) -> None:
-        """Raise UnavailableError if this replica is stopping; Serve's hook.
+        """Serve's hook: raise UnavailableError if this replica is stopping.
 
         After the loss of the Ray head, Serve's new controller adopts all live replicas as running.
         For a stopping one, the error makes the controller stop it again and start another.
@@ -184,10 +168,7 @@ class HttpRouter(RouterReplica):
             server.leave()
 
     async def __del__(self) -> None:
-        """Close the HTTP server, then the router; Serve's hook for a stopping replica.
-
-        Serve calls it after the end of the last request that its proxies have sent to this replica.
-        """
+        """Serve's hook, after the last request that its proxies have sent to this replica."""
         self._stopping = True
         try:
             if (server := getattr(self, "_http_server", None)) is not None:
@@ -197,7 +178,6 @@ class HttpRouter(RouterReplica):
 
 
 def _adapter_records(models: Sequence[DeployedModel]) -> AdapterRecords | None:
-    """Return the records of adapters; None if clients may load none, and outside a replica."""
     allowed = in_replica() and any(one.allows_adapters for one in models)
     return AdapterRecords(serve.get_replica_context().app_name) if allowed else None
 
@@ -253,11 +233,6 @@ def router_deployment(settings: RouterSettings) -> serve.Deployment:
 def deploy_engine(
     actor: type, role: RoleName, settings: ServiceSettings, secret: SecretStr, suffix: str = ""
 ) -> serve.Application:
-    """Return the deployment of `role` with class `actor`, bound to `settings` and `secret`.
-
-    ``secret``  secret for engines without one in their own environment
-    ``suffix``  end of the deployment's name, different for each entry of `models`; else empty
-    """
     own = settings.role(role)
     scaling: dict[str, Any] = (
         {"num_replicas": own.replicas}

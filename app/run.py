@@ -52,10 +52,7 @@ from configs.settings.service import DEMO_SERVED_NAME, ServiceSettings
 IMPORT_PATH = "app.main:build"
 
 AWAITED = "to be scheduled"
-"""Part of Serve's message about replicas that it has not scheduled, mostly for lack of resources.
-
-Serve's message about replicas that are slow to initialize does not contain this part.
-"""
+"""Part of Serve's message about replicas that it has not scheduled for lack of resources."""
 
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Wildcard addresses, and the loopback address that clients on this machine use instead."""
@@ -81,7 +78,6 @@ CURL = (
 KEY_HEADER = '-H "Authorization: Bearer $KEY" '
 NO_PROXY = "--noproxy '*' "
 SLOW_NODE = "node timed out during startup"
-"""Part of Ray's message about a node whose processes were not ready in time."""
 
 DEMO_PROMPT = r"mira=427\nkelo=093\nkelo?"
 """A prompt in the format of the demo model's training data; the answer is 093."""
@@ -175,12 +171,10 @@ def load(path: Path, port: int | None, host: str | None = None) -> tuple[dict[st
 
 
 def ours(config: dict[str, Any]) -> dict[str, Any]:
-    """Return Tandem's application in a Serve config."""
     return next(one for one in config["applications"] if one["import_path"] == IMPORT_PATH)
 
 
 def listening_address(config: dict[str, Any], settings: ServiceSettings) -> tuple[str, int]:
-    """Return the host and port on which the routers, or Serve's proxy, listen."""
     if settings.router.http_port is not None:
         return settings.router.http_host, settings.router.http_port
     http = config.get("http_options", {})
@@ -188,7 +182,6 @@ def listening_address(config: dict[str, Any], settings: ServiceSettings) -> tupl
 
 
 def url_of(config: dict[str, Any], settings: ServiceSettings) -> str:
-    """Return the URL of the routers, or of Serve's proxy, for clients on their machine."""
     host, port = listening_address(config, settings)
     host = ALL_ADDRESSES.get(host, host)
     scheme = "https" if settings.router.ssl_certfile else "http"
@@ -196,10 +189,6 @@ def url_of(config: dict[str, Any], settings: ServiceSettings) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
-    """Return the Serve config in `path` and Tandem's settings in it.
-
-    Raises SettingsError if the file cannot be read or is invalid.
-    """
     from ray.serve.schema import ServeDeploySchema
 
     from actors.engine.arguments import check_arguments
@@ -246,11 +235,7 @@ def check_user_config(deployments: list[dict[str, Any]], settings: ServiceSettin
 
 
 def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
-    """Raise SettingsError for an unknown key, and if ScaleTogether cannot scale this service.
-
-    Raises it also for invalid `policy_kwargs` of ScaleTogether. Serve would start the service, and
-    its controller would at most log an error.
-    """
+    """Raise SettingsError for a policy at which Serve's controller would at most log an error."""
     from ray.serve.config import AutoscalingPolicy
 
     from actors.autoscaling.policy import POLICY
@@ -274,12 +259,7 @@ def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
 
 
 def _unknown_keys(given: dict[str, Any], schema: type[BaseModel], where: str = "") -> list[str]:
-    """Return an error for each key in `given` and below that Serve's schema does not have.
-
-    Serve would ignore these keys.
-
-    ``where``  path of `given` in the file, with a dot at its end
-    """
+    """Return an error for each key that Serve's schema lacks, and that Serve would ignore."""
     problems = [f"{where}{key}: Ray Serve has no such key" for key in given if key not in schema.model_fields]
     for key, field in schema.model_fields.items():
         value, inner = given.get(key), _model_in(field.annotation)
@@ -291,7 +271,6 @@ def _unknown_keys(given: dict[str, Any], schema: type[BaseModel], where: str = "
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model in a field's type, such as `list[Model]` or `Model | None`; else None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_in, get_args(annotation))), None)
@@ -308,17 +287,12 @@ def check_model(settings: ServiceSettings) -> None:
 
 
 def ray_logs() -> str:
-    """Return the log directory of the latest Ray session on this machine; empty without one."""
     logs = Path(ray_temporary_directory(), "ray", "session_latest", "logs").resolve()
     return str(logs) if logs.is_dir() else ""
 
 
 def start_ray(init: Callable[[], object], screen: Screen) -> None:
-    """Call `init`, and once more if the Ray node timed out during its start.
-
-    Ray limits the start of its agents to 15 s and of the node to 30 s (`raylet_start_wait_time_s`
-    in `ray/_private/node.py`), which a busy machine may exceed.
-    """
+    """Call `init`, and once more if the Ray node timed out during its start on a busy machine."""
     try:
         init()
     except Exception as error:
@@ -329,10 +303,9 @@ def start_ray(init: Callable[[], object], screen: Screen) -> None:
 
 
 def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, cluster: str | None, screen: Screen) -> int:
-    """Run `serve run` on the Ray cluster at `cluster`, or on a new one if it is None.
+    """Run `serve run` on the Ray cluster at `cluster`, or on a new one; return the exit status.
 
-    Return 1 if Ray or the service did not start, else 0. Raises Stop if a signal arrives before the
-    deployment.
+    Raises Stop if a signal arrives before the deployment.
     """
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -400,7 +373,6 @@ class Stop(BaseException):
 
 
 def stop_on_signals() -> None:
-    """Make STOP_SIGNALS raise `Stop`."""
     latest: dict[int, float] = {}
 
     def stop(number: int, _: object) -> None:
@@ -430,11 +402,9 @@ def shut_down(drain_s: float) -> None:
 
 
 def end_ray(family: list[psutil.Process]) -> None:
-    """Disconnect from Ray, then kill the processes in `family` that do not end within END_S.
+    """Disconnect from Ray, which ends an own cluster, then kill those in `family` that still run.
 
-    Disconnecting ends a cluster that this process started. `family` has the processes of this
-    cluster; it is empty if this process joined another one. Engines interrupted during their start
-    do not detect the end of their actor within END_S.
+    Engines interrupted during their start do not detect the end of their actor within END_S.
     """
     import ray
 
@@ -480,7 +450,6 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; wait at most HEALTH_TIMEOUT_S. Call this before the Ray cluster ends."""
         self._stopped.set()
         self._thread.join(HEALTH_TIMEOUT_S)
 
@@ -493,11 +462,7 @@ class Watcher:
                 self._watch.close()
 
     def _look(self) -> bool:
-        """Print new stages; return True once the start has succeeded or failed.
-
-        After a success, sets `is_ready` and prints an example request. After a failure, sets
-        `failure` and interrupts this process.
-        """
+        """Print new stages; return True once the start has succeeded or failed."""
         application = self._application()
         if application is None:
             return False
@@ -528,13 +493,11 @@ class Watcher:
         self._screen.say(f"logs: {self._logs}")
 
     def _application(self) -> Any:
-        """Return the status of Tandem's application; None before the deployment."""
         from ray import serve
 
         return serve.status().applications.get(self._name)
 
     def _healthy(self) -> bool:
-        """Return whether `/health` reports running engines of both roles for each model."""
         try:
             with local_opener().open(f"{self._address}/health", timeout=HEALTH_TIMEOUT_S) as reply:
                 return bool(json.load(reply)["status"] == "ok")

@@ -23,7 +23,6 @@ class Screen:
         return time.monotonic() - self._began
 
     def stage(self, text: str) -> None:
-        """Print a stage of the start with the elapsed time."""
         self.line(stage_line(text, self.elapsed_s))
 
     def say(self, text: str) -> None:

@@ -19,12 +19,7 @@ LABEL_WIDTH = 66
 
 @dataclass(frozen=True)
 class EngineReport:
-    """One engine's report of its start (`actors/engine/startup/start_progress.py`).
-
-    ``stage``  last stage that the engine has reached, one of STAGES
-    ``error``  cause of a failed start, else None
-    ``log``    path of the engine's log on its node; empty without a log
-    """
+    """One engine's report of its start (`actors/engine/startup/start_progress.py`)."""
 
     role: str
     stage: str
@@ -34,12 +29,7 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class StartFailure:
-    """Cause of a failed start, for the end of the output.
-
-    ``what``   first line: what did not start
-    ``error``  text of the cause; empty if unknown
-    ``log``    path of the full log, or of the log directory; empty if there is none
-    """
+    """Cause of a failed start, for the end of the output. ``log`` is a file or a directory."""
 
     what: str
     error: str
@@ -52,27 +42,22 @@ class StartFailure:
 
 
 def stage_line(text: str, elapsed_s: float) -> str:
-    """Return a line with a stage and the time since the launcher began."""
     return f"tandem: {text:<{LABEL_WIDTH}} {elapsed_s:6.1f} s"
 
 
 def replicas_at_start(settings: ServiceSettings) -> dict[RoleName, int]:
-    """Return the initial number of replicas of each role, of all models together."""
     models = settings.each_model().values()
     return {role: sum(replicas_of(one.role(role).replicas) for one in models) for role in ROLES}
 
 
 def replicas_of(replicas: int | Mapping[str, object]) -> int:
-    """Return the initial number of replicas of a deployment."""
     if isinstance(replicas, int):
         return replicas
     return int(str(replicas.get("initial_replicas") or replicas.get("min_replicas") or 1))
 
 
 class EngineStages:
-    """Progress lines: one per stage that all initial replicas of a role have reached, or a
-    reminder.
-    """
+    """One line per stage that all initial replicas of a role have reached, or a reminder."""
 
     def __init__(self, replicas: Mapping[RoleName, int]) -> None:
         self._replicas = replicas
@@ -115,9 +100,7 @@ class EngineStages:
 def failure_of(reports: Iterable[EngineReport], messages: Mapping[str, str], logs: str) -> StartFailure:
     """Return the failure to print: the first report with an error, else the first of `messages`.
 
-    ``messages``  Serve's messages by what failed: `deployment NAME` or `service`; empty ones do not
-                  count
-    ``logs``      directory of all logs
+    ``messages``  Serve's messages by what failed: `deployment NAME` or `service`
     """
     for report in reports:
         if report.error is not None:
@@ -127,10 +110,7 @@ def failure_of(reports: Iterable[EngineReport], messages: Mapping[str, str], log
 
 
 def last_error(message: str) -> str:
-    """Return the exception after the last traceback in `message`, else its last line.
-
-    `message` is one of Serve's messages, or the launcher's log.
-    """
+    """Return the exception after the last traceback in Serve's message or in a log."""
     lines = message.rstrip().splitlines()
     indented = [number for number, line in enumerate(lines) if line.startswith((" ", "\t"))]
     end = lines[indented[-1] + 1 :] if indented and indented[-1] + 1 < len(lines) else lines[-1:]

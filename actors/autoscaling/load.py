@@ -23,7 +23,7 @@ class Fading:
 
 
 class LoadMeter:
-    """Load of one engine, in exponential means. `began_s` is its start, on one monotonic clock."""
+    """Load of one engine, in exponential means."""
 
     def __init__(self, began_s: float, window_s: float = WINDOW_S) -> None:
         self._began_s = began_s

@@ -34,7 +34,6 @@ class ScaleTogether:
     """Scales the deployments `Prefill` and `Decode`; those of `models` have other names."""
 
     def __init__(self, **policy_kwargs: Any) -> None:
-        """Parse the settings. Raises SettingsError with one line per invalid key."""
         self._settings = parse_scaling(policy_kwargs)
         self._decided: tuple[int, int] | None = None
 

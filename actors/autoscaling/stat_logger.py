@@ -22,7 +22,6 @@ class LoadLogger(StatLoggerBase):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Count the results of one step. Called by vLLM."""
         now_s = time.monotonic()
         if scheduler_stats is not None:
             stats = scheduler_stats
@@ -36,10 +35,9 @@ class LoadLogger(StatLoggerBase):
                 self._load.tokens(gap_s, now_s)
 
     def log_engine_initialized(self) -> None:
-        """Do nothing. Called by vLLM."""
+        """Do nothing; vLLM's hook."""
 
     def read(self, llm: AsyncLLM) -> dict[str, float]:
-        """Return the load, by field name of PrefillLoad and DecodeLoad."""
         requests = llm.output_processor.request_states.values()
         # vLLM reports no step after the last request is aborted, so its last numbers are stale.
         ranks = list(self._ranks.values()) if requests else []

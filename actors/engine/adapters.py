@@ -115,7 +115,6 @@ class EngineAdapters:
             return await self._load(name, path, is_3d)
 
     async def unload(self, name: str) -> dict[str, Any] | None:
-        """Unload an adapter for later requests. Return None, or an error body as `load` does."""
         from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
 
         async with self._lock:
@@ -138,7 +137,6 @@ class EngineAdapters:
         return None
 
     async def _checked(self, name: str, path: str) -> bytes:
-        """Return the digest of an adapter's files. Raises ValueError if it cannot be loaded."""
         try:
             files = await asyncio.to_thread(_files, path)
         except OSError as error:

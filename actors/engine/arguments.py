@@ -37,10 +37,7 @@ OWNED = {
     ),
     "enable_elastic_ep": "remove it; the number of data-parallel ranks of a replica is fixed",
 }
-"""Engine arguments that users cannot set, and what the error message tells them to do instead.
-
-Tandem sets them, or does not support them.
-"""
+"""Engine arguments that users cannot set, and the remedy for the error message."""
 
 _NO_ENDPOINT = "remove it; the router does not serve the endpoints that this argument configures"
 
@@ -75,28 +72,22 @@ WITHOUT_EFFECT = {
     "dp_supervisor_probe_timeout_s": "set `replicas` of the role",
     "dp_supervisor_probe_failure_threshold": "set `replicas` of the role",
 }
-"""Frontend arguments that Tandem refuses, and what the error message tells users to do instead.
-
-They configure servers of vLLM that Tandem does not run.
-"""
+"""Frontend arguments of servers that Tandem does not run, and the remedy for the error message."""
 
 CPU_DEFAULTS = {
     "dtype": "float32",
     "enforce_eager": True,
     "worker_cls": "actors.upstream.cpu_build.vllm_cpu_worker.CpuWorker",
 }
-"""Default engine arguments of an engine without a GPU."""
 
 
 @cache
 def engine_argument_names() -> frozenset[str]:
-    """Return the argument names of vLLM's AsyncEngineArgs. Raises SettingsError without vLLM."""
     return _fields("vllm.engine.arg_utils", "AsyncEngineArgs")
 
 
 @cache
 def frontend_argument_names() -> frozenset[str]:
-    """Return the argument names of vLLM's FrontendArgs. Raises SettingsError without vLLM."""
     return _fields("vllm.entrypoints.launchers.cli_args", "FrontendArgs")
 
 
@@ -109,9 +100,6 @@ def _fields(module: str, name: str) -> frozenset[str]:
 
 
 def _source(module: str) -> str:
-    """Return a module's source without importing it, or ""; raises SettingsError without the
-    package.
-    """
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not spec.submodule_search_locations:
@@ -140,10 +128,9 @@ def fields_in_source(source: str, name: str) -> set[str] | None:
 
 
 def check_arguments(settings: ServiceSettings) -> None:
-    """Raise SettingsError with all errors found in `settings`.
+    """Raise SettingsError with all errors found in `settings` without an import of vLLM.
 
-    Checks the names of vLLM's arguments, arguments that need each other, API keys of engines, label
-    selectors and autoscaling. vLLM checks the values of its arguments when the engine starts.
+    vLLM checks the values of its arguments when the engine starts.
     """
     problems = _bad_selector("router", settings.router)
     for i, one in enumerate(settings.each_model().values()):
@@ -174,7 +161,6 @@ def _model_problems(settings: ServiceSettings) -> list[str]:
 
 
 def _no_adapters(settings: ServiceSettings) -> list[str]:
-    """Return an error if clients may load adapters but a role's engines have no LoRA support."""
     lora = all(engine_arguments(settings, role).get("enable_lora") for role in ROLES)
     if settings.allow_runtime_lora_updating and not lora:
         return ["allow_runtime_lora_updating: needs `enable_lora: true` in the engine arguments of both roles"]
@@ -182,18 +168,12 @@ def _no_adapters(settings: ServiceSettings) -> list[str]:
 
 
 def _unknown(where: str, given: Mapping[str, Any], known: Collection[str], misplaced: Mapping[str, str]) -> list[str]:
-    """Return an error for each argument in `given` that cannot be set at `where`.
-
-    ``known``      arguments that can be set at `where`, except those in `misplaced` and OWNED
-    ``misplaced``  arguments of vLLM that belong elsewhere or have no effect, and what to do instead
-    """
     remedies = {**misplaced, **OWNED}
     elsewhere = [f"{where}.{key}: cannot be set here; {remedies[key]}" for key in given if key in remedies]
     return elsewhere + _not_among([key for key in given if key not in remedies], known, where, "vLLM")
 
 
 def _useless_frontend(settings: ServiceSettings) -> list[str]:
-    """Return an error for each frontend argument that has no effect or lacks another argument."""
     given = settings.frontend
     problems = [f"frontend.{key}: has no effect; {WITHOUT_EFFECT[key]}" for key in given if key in WITHOUT_EFFECT]
     if given.get("enable_auto_tool_choice") and not given.get("tool_call_parser"):
@@ -208,7 +188,6 @@ def _useless_frontend(settings: ServiceSettings) -> list[str]:
 
 
 def _engine_keys(where: str, role: RoleSettings) -> list[str]:
-    """Return an error if the role's environment sets an API key, which routers do not send."""
     if VLLM_API_KEY_VARIABLE in role.environment:
         return [f"{where}.environment.{VLLM_API_KEY_VARIABLE}: cannot be set here; set `auth.api_keys`"]
     return []
@@ -225,7 +204,6 @@ def _not_among(given: Iterable[str], known: Collection[str], where: str, whose: 
 
 
 def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
-    """Return a list with Serve's first error for `label_selector`; empty if there is none."""
     from pydantic import ValidationError
     from ray.serve.schema import RayActorOptionsSchema
 
@@ -237,11 +215,6 @@ def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
 
 
 def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
-    """Return the errors of `replicas` as Serve's autoscaling_config.
-
-    They are unknown keys and Serve's own errors. If Serve finds none, they also include a minimum
-    or initial number of 0 replicas.
-    """
     from pydantic import ValidationError
     from ray.serve.config import AutoscalingConfig
 
@@ -316,10 +289,7 @@ def why_no_first_token(settings: ServiceSettings) -> str | None:
 
 
 def engine_environment(settings: ServiceSettings, role: RoleName) -> dict[str, str]:
-    """Return the environment variables of the actor of `role`; its engine processes inherit them.
-
-    `environment` of the role takes precedence.
-    """
+    """Return the environment variables of the actor of `role`, which its processes inherit."""
     own = settings.role(role)
     # Routers check the API keys. With VLLM_API_KEY, an engine would answer their calls with 401.
     environment = {"VLLM_NO_USAGE_STATS": "1", VLLM_API_KEY_VARIABLE: ""}

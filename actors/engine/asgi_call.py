@@ -39,11 +39,9 @@ class Notices:
             self.put(Heartbeat())
 
     def pop(self) -> Any:
-        """Remove and return the next item; None without one."""
         return self._items.popleft() if self._items else None
 
     async def get(self) -> Any:
-        """Wait for the next item, remove and return it."""
         while not self._items:
             self.news.clear()
             await self.news.wait()
@@ -60,10 +58,9 @@ async def call_asgi(
     """Yield the start of the response, its body, and the items of `notices`.
 
     A response start or body that is ready precedes notices. Joins the body bytes that arrive
-    between two reads; the application's `send` waits while READY_BYTES or more are unread. The
-    application runs in `context`, by default a copy of the caller's context. If the generator is
-    closed early, the application receives `http.disconnect`, and is cancelled if it still runs
-    after `disconnect_s` seconds. Raises the application's exception after the items.
+    between two reads. If the generator is closed early, the application receives
+    `http.disconnect`, and is cancelled if it still runs after `disconnect_s` seconds. Raises the
+    application's exception after the items.
     """
     start: ResponseStart | None = None
     body: list[bytes] = []

@@ -31,7 +31,6 @@ def _is_finer_than_a_day(time_format: str | None) -> bool:
 
 
 def template_of(tokenizer: Any, given: str | None) -> str | Mapping[str, str]:
-    """Return the chat template `given` (path or text), else the tokenizer's; empty without one."""
     from vllm.renderers.chat_utils import load_chat_template
 
     return load_chat_template(given) or getattr(tokenizer, "chat_template", None) or ""

@@ -19,7 +19,6 @@ from configs.settings.service import ServiceSettings
 logger = logging.getLogger(__name__)
 
 MOST_WARM = 1024
-"""Number of remembered warm-ups per rank; after more, an engine is warmed up again."""
 
 
 class Decode(EngineActor):
@@ -38,7 +37,6 @@ class Decode(EngineActor):
         self._tasks.append(asyncio.create_task(looking, name="meets-prefill-replicas"))
 
     def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[CallItem, None]:
-        """Return the items that answer a request; with an order, a prefill engine is called."""
         if request.prefill is None:
             return super().serve_request(rank, request, stream)
         heartbeats = partial(self.engine.heartbeats, rank)
@@ -49,21 +47,16 @@ class Decode(EngineActor):
         return self.engine.serve(call, rank, notices, began_at)
 
     async def fetch_probes(self, probes: Mapping[str, list[ProbeParams]]) -> None:
-        """Fetch the probes of a starting prefill replica, which calls all decode replicas with
-        probes by rank id. Logs timeouts; raises other errors.
-        """
+        """Fetch the probes, by rank id, of a starting prefill replica."""
         ranks = enumerate(self.engines)
         await self._fetch_all([(rank, probe) for rank, name in ranks for probe in probes.get(name, ())])
 
     @property
     def warm(self) -> frozenset[str]:
-        """Ids of the prefill engines with which every rank has run a probe, also if its transfer
-        failed.
-        """
+        """Ids of the prefill engines with which every rank has run a probe, also a failed one."""
         return frozenset.intersection(*map(frozenset, self._warm))
 
     async def warm_up_new_pairs(self) -> None:
-        """Fetch, on each rank, a probe from each prefill engine that is new to the rank."""
         await asyncio.gather(*(self._warm_up_new_pairs(rank) for rank in range(len(self._warm))))
 
     async def _warm_up_new_pairs(self, rank: int) -> None:

@@ -52,8 +52,7 @@ class EngineActor:
 
         Serve may build the application on a node without this role's environment, so a secret in
         the settings or in this process's environment precedes `fallback_secret`. Raises
-        SettingsError if that secret is too short, and EngineStartError with the cause if the start
-        fails.
+        SettingsError if that secret is too short, and EngineStartError with the cause.
         """
         keep_serve_log()
         prepare_process(self.role.capitalize())
@@ -78,10 +77,6 @@ class EngineActor:
         """Prepare the replica for its role; runs before Serve marks the replica ready."""
 
     async def _watch_nodes(self, settings: ServiceSettings) -> None:
-        """Report nodes that are lost from now on to the engine, in a task.
-
-        Call this before the first contact with another engine.
-        """
         node_lost_s = grace_s(settings.transfer.node_lost_s)
         lost = watch_nodes(self.engine.lose, node_lost_s, await dead_nodes_now())
         self._tasks = [asyncio.create_task(lost, name="watches-nodes")]
@@ -91,11 +86,6 @@ class EngineActor:
             metadata |= {name: described[name] for name in ("identity", "store") if described.get(name)}
 
     async def _open_rpc_servers(self, settings: RoleSettings, files: TlsFiles | None = None) -> None:
-        """Open an RPC server for each rank, and prepare the connections to other engines.
-
-        Raises ConfigurationError if the TLS files cannot be loaded, and EngineStartError if a
-        server's address cannot be used.
-        """
         tls = None if files is None else server_context(files)
         self._channels = Channels(None if files is None else ReloadedTls(files))
         slots = settings.max_ongoing_sequences or self.engine.slots
@@ -133,24 +123,18 @@ class EngineActor:
         return ranked_metadata(self._rank_metadata)
 
     def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[CallItem, None]:
-        """Return the items that answer a request to the RPC server of `rank`."""
         return self.call(rank, request.call)
 
     def accepted(self, rank: int) -> Accepted:
         return Accepted(self.engines[rank], self._rpc_servers[rank].ongoing)
 
     async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
-        """Yield Accepted, then the answer of `rank` to `call`.
-
-        Closing the generator aborts the request in the engine.
-        """
         yield self.accepted(rank)
         async with aclosing(self.engine.serve(call, rank)) as answer:
             async for item in answer:
                 yield item
 
     async def metrics(self) -> tuple[str, str]:
-        """Return the replica id and the Prometheus exposition of actor, vLLM and connector."""
         from prometheus_client import REGISTRY, generate_latest
 
         return self.replica, generate_latest(REGISTRY).decode()
@@ -165,7 +149,6 @@ class EngineActor:
         }
 
     async def status(self) -> dict[str, Any]:
-        """Return this replica's part of the status page."""
         from prometheus_client import REGISTRY
 
         return {
@@ -177,15 +160,11 @@ class EngineActor:
         }
 
     async def engine_names(self) -> list[str]:
-        """Return the ids of the ranks; raises EngineDownError as `check_health` does."""
         await self.engine.check_health()
         return self.engines
 
     async def check_health(self) -> None:
-        """Raise EngineDownError if the engine has died, is closed, or hangs.
-
-        Serve's hook: Serve replaces the replica after several failures in a row.
-        """
+        """Serve's hook: Serve replaces the replica after several failures in a row."""
         await self.engine.check_health()
 
     async def _drain(self) -> None:

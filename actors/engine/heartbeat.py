@@ -27,10 +27,7 @@ With this margin, vLLM's own limit for a step ends the engine first and logs the
 
 
 class HeartbeatMonitor:
-    """Loop that awaits `ask` while calls run, and notifies the calls after each answer.
-
-    Pauses for `every_s` seconds before each `ask`.
-    """
+    """Loop that awaits `ask` while calls run, and notifies the calls after each answer."""
 
     def __init__(self, ask: Callable[[], Awaitable[object]], every_s: float = BEAT_S) -> None:
         self._ask = ask
@@ -38,11 +35,9 @@ class HeartbeatMonitor:
         self._listeners: set[Callable[[], None]] = set()
         self._asking: asyncio.Task[None] | None = None
         self._asked_at: float | None = None
-        """Monotonic time at which `ask` was called; None while no answer is awaited."""
 
     @property
     def unanswered_s(self) -> float:
-        """Seconds for which the engine core has not answered; 0 while no answer is awaited."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     @contextmanager
@@ -63,7 +58,6 @@ class HeartbeatMonitor:
                 self.close()
 
     def close(self) -> None:
-        """Cancel the current pause or `ask`; the next `subscribed` starts a new one."""
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None

@@ -40,8 +40,8 @@ def grace_s(node_lost_s: float | None) -> float:
     """Return the seconds after which writes from a node that Ray shows as dead are presumed
     stopped.
 
-    With None, `cut_off_node_s()` + MARGIN_S. Raises EngineStartError if a prefill engine on a cut-
-    off node may run longer: it could write to blocks that decode has given to another request.
+    Raises EngineStartError if a prefill engine on a cut-off node may run longer: it could write to
+    blocks that decode has given to another request.
     """
     ends_s = cut_off_node_s()
     if node_lost_s is None:
@@ -56,10 +56,7 @@ def grace_s(node_lost_s: float | None) -> float:
 
 
 class LostNodes:
-    """Dead nodes in Ray's node table: the time of detection, and whether they are reported.
-
-    Nodes in `dead` count as reported: they never had contact with this engine.
-    """
+    """Dead nodes in Ray's node table: the time of detection, and whether they are reported."""
 
     def __init__(self, dead: Iterable[str], gone_s: float) -> None:
         self._gone_s = gone_s
@@ -79,8 +76,9 @@ class LostNodes:
 
 
 async def dead_nodes_now() -> list[str]:
-    """Return the ids of dead nodes, before the engine contacts another one. Empty if Ray's table
-    cannot be read: reporting these nodes too is harmless.
+    """Return the ids of nodes that are already dead, which this engine need not report.
+
+    Empty if Ray's table cannot be read: reporting these nodes too is harmless.
     """
     try:
         return await asyncio.to_thread(_dead_nodes)
@@ -90,9 +88,7 @@ async def dead_nodes_now() -> list[str]:
 
 
 async def watch_nodes(report: Callable[[str], Awaitable[None]], gone_s: float, dead_before: Iterable[str]) -> None:
-    """Call `report` with the engine id prefix of each node dead for `gone_s` seconds, until
-    cancelled. Logs errors and tries again.
-    """
+    """Report the engine id prefix of each node dead for `gone_s` seconds, until cancelled."""
     nodes = LostNodes(dead_before, gone_s)
     while True:
         try:

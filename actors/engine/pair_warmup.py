@@ -43,7 +43,6 @@ def model_suffix(deployment: str) -> str:
 
 
 def peer_deployment(role: RoleName) -> str:
-    """Return the name of the deployment of `role` for the model of this process's replica."""
     return role.capitalize() + model_suffix(serve.get_replica_context().deployment)
 
 
@@ -61,12 +60,10 @@ class PeerReplicas:
         return self._handle.broadcast(method, *arguments)
 
     async def ask(self, method: str, *arguments: object) -> list[Any]:
-        """Return the results of the replicas that reply in time; log failures."""
         return await ask_all(self.role, self, method, self.timeout_s, *arguments)
 
 
 async def every(seconds: float, work: Any) -> None:
-    """Await `work()` every `seconds` until cancelled; log its exceptions."""
     while True:
         await asyncio.sleep(seconds)
         try:

@@ -45,10 +45,7 @@ class Prefill(EngineActor):
         return ranked_metadata([metadata | {"producer": asdict(producer)} for metadata, producer in ranks])
 
     def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[CallItem, None]:
-        """Return the items that answer a request to the RPC server of `rank`.
-
-        A request with a transfer id computes a prompt for decode; prefill serves others alone.
-        """
+        """Serve a call alone, or compute a prompt for decode if it has a transfer id."""
         if request.transfer_id is None:
             return super().serve_request(rank, request, stream)
         return self.call_and_hold(rank, request, request.transfer_id, stream)
@@ -86,9 +83,7 @@ class Prefill(EngineActor):
             logger.warning("cannot discard transfer %s; its lease will expire: %r", transfer_id, error)
 
     async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
-        """Compute a probe on each rank whose engine id is not in `known`; return their
-        `ProbeParams`. Logs timeouts; raises other errors.
-        """
+        """Return the `ProbeParams` of a probe on each rank whose engine id is not in `known`."""
         ranks = [
             rank
             for rank, producer in zip(self.engine.ranks, self._producers, strict=True)

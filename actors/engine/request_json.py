@@ -23,5 +23,4 @@ async def _json(request: Request) -> Any:
 
 
 def decode_large_bodies_off_loop() -> None:
-    """Replace `Request.json` in this process: a thread decodes bodies above OFF_LOOP_BYTES."""
     Request.json = _json  # type: ignore[method-assign,assignment]

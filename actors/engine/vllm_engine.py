@@ -50,13 +50,9 @@ FIRST_REQUEST_TIMEOUT_S = 120.0
 """Timeout in seconds of the first request to each rank of an engine; vLLM may compile kernels."""
 
 SHUTDOWN_S = 15.0
-"""Time in seconds for an engine's processes to end before vLLM kills them.
-
-On a busy machine they need more than vLLM's 5 s.
-"""
+"""Seconds for an engine's processes to end; vLLM's 5 s are too few on a busy machine."""
 
 PROBE_TOKENS = [0, 1]
-"""Prompt of `VllmEngine._probe`: token ids that every vocabulary has."""
 
 
 @dataclass
@@ -99,13 +95,11 @@ class VllmEngine:
         self._stop_flag = stop_flag
         self._stack = stack
         self.ranks = range(ranks)
-        """The data-parallel ranks."""
         self._heartbeats = [HeartbeatMonitor(partial(llm.ping_rank, rank)) for rank in self.ranks]
         self._supervisor = supervisor
         self._adapters = adapters
         self._hung_s = hung_s
         self.described: list[dict[str, Any]] = []
-        """The connector's reply to `describe` on each rank; set by `start`."""
 
     @property
     def adapters(self) -> EngineAdapters:
@@ -253,11 +247,9 @@ class VllmEngine:
             yield refusal
 
     def heartbeats(self, rank: int, beat: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `beat` after each answer of the engine core of `rank`, until the block ends."""
         return self._heartbeats[rank].subscribed(beat)
 
     def producer(self, rank: int = 0) -> ProducerAddress:
-        """Return the address of `rank` for decode; raises EngineStartError for an invalid reply."""
         described = self.described[rank]
         try:
             return ProducerAddress.from_params(described)
@@ -268,19 +260,13 @@ class VllmEngine:
             ) from error
 
     async def describe_connector(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
-        """Return the connector's reply to `describe`; raises TimeoutError after `timeout_s`."""
         return await self._probe({"do_remote_decode": True, "describe": True}, timeout_s, rank)
 
     async def produce_probe(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
-        """Compute a prompt of a few tokens; return the transfer parameters for its KV. Raises
-        TimeoutError after `timeout_s`.
-        """
         return await self._probe({"do_remote_decode": True}, timeout_s, rank)
 
     async def consume_probe(self, params: Mapping[str, Any], timeout_s: float, rank: int = 0) -> None:
-        """Fetch a probe's KV, or compute it if the transfer fails. Raises TimeoutError after
-        `timeout_s`.
-        """
+        """Fetch a probe's KV, or compute it if the transfer fails."""
         await self._probe(dict(params), timeout_s, rank)
 
     async def _probe(self, transfer: dict[str, Any], timeout_s: float, rank: int) -> dict[str, Any]:
@@ -296,9 +282,7 @@ class VllmEngine:
         return found or {}
 
     async def discard(self, transfer_id: str, rank: int = 0) -> None:
-        """Tell the connector of `rank` to free the KV of this transfer. Runs no forward pass;
-        returns before the connector frees it.
-        """
+        """Tell the connector of `rank` to free the KV of this transfer, which happens later."""
         await self._llm.notify_kv_transfer_request_rejected(
             f"discard-{uuid.uuid4().hex}",
             {"do_remote_decode": True, "transfer_id": transfer_id, "discard": True},
@@ -306,7 +290,7 @@ class VllmEngine:
         )
 
     async def lose(self, engines: str) -> None:
-        """Report lost engines, by id prefix, to all ranks' connectors. Runs no forward pass."""
+        """Report lost engines, by id prefix, to all ranks' connectors."""
         for rank in self.ranks:
             await self._llm.notify_kv_transfer_request_rejected(
                 f"lose-{uuid.uuid4().hex}",
@@ -315,9 +299,6 @@ class VllmEngine:
             )
 
     def load(self) -> dict[str, float]:
-        """Return the measured fields of PrefillLoad and DecodeLoad; empty if the role is not
-        autoscaled.
-        """
         return self._load.read(self._llm) if self._load is not None else {}
 
     def describe(self) -> dict[str, Any]:
@@ -385,7 +366,7 @@ def slots_of(max_num_seqs: int, kv_blocks: int) -> int:
 def _refusal(error: Exception) -> bytes | None:
     """Return an error event if vLLM refused the request after its stream started, else None.
 
-    vLLM's Responses API raises an exception instead of sending one, which would break the stream.
+    vLLM's Responses API raises an exception instead of sending one.
     """
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
@@ -414,9 +395,6 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, 
 
 
 def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.Namespace:
-    """Return the arguments of vLLM's application; `frontend` precedes `engine_args`. Imports the
-    tool parser plugin.
-    """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath
     from vllm.tool_parsers import ToolParserManager

@@ -41,14 +41,12 @@ class EngineReplica:
         return None if described is None else EngineStore(*(described[name] for name in EngineStore._fields))
 
     def candidate(self, name: str) -> PrefillCandidate:
-        """Return this prefill engine, whose id is `name`, for a decode engine."""
         return PrefillCandidate(name, self.address, ProducerAddress.from_params(self.metadata["producer"]))
 
     @property
     def identity(self) -> str:
         """Digest of what engines must share to exchange KV or to continue each other's streams
-        (`engine_identity` in `connectors/protocol/agent_metadata.py`). Empty for an earlier
-        release.
+        (`engine_identity` in `connectors/protocol/agent_metadata.py`).
         """
         return str(self.metadata.get("identity", ""))
 

@@ -54,11 +54,9 @@ class Slot:
     maybe_full: bool = False
     """True if the router believes the engine full: other routers may hold its slots."""
     served: bool = False
-    """True once the engine has accepted the call."""
 
     @property
     def identity(self) -> str:
-        """Identity of the engine (`EngineReplica.identity`)."""
         return str(self.metadata.get("identity", ""))
 
     @property
@@ -94,7 +92,6 @@ class EngineCall:
         self.over = False
         """True after the end of the call; items may still be queued."""
         self.error: TandemError | None = None
-        """Error of a call that is over; None if its answer is complete."""
         self._items: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -109,7 +106,6 @@ class EngineCall:
         self._timings: EngineTimings | None = None
 
     def send(self, channel: Channel, request: RpcRequest) -> None:
-        """Send the call on `channel`."""
         self._channel = channel
         self._stream = channel.call(request, self)
 
@@ -138,7 +134,6 @@ class EngineCall:
         return self.flush if len(self._items) == 1 else None
 
     def flush(self) -> None:
-        """Call the reader, or wake `next`."""
         if self.reader is not None:
             self.reader()
         else:
@@ -146,11 +141,9 @@ class EngineCall:
 
     @property
     def has_items(self) -> bool:
-        """Whether `pop` returns an item at once."""
         return bool(self._items)
 
     def pop(self) -> Any:
-        """Consume and return the next item of the answer, which has arrived."""
         item = self._items.popleft()
         self._consume(item)
         return item

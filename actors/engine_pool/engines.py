@@ -47,7 +47,6 @@ class EnginePool:
         self._unsubscribe: Callable[[], None] | None = None
         self._keeping: list[asyncio.Task[None]] = []
         self.leaving = False
-        """True while this router is stopping."""
 
     def leave(self) -> None:
         """Keep the engines until this stopping router closes its connections.
@@ -104,7 +103,6 @@ class EnginePool:
         sequences: int = 1,
         identity: str | None = None,
     ) -> Slot | None:
-        """Take slots without a wait; None if the request must wait."""
         self._follow_replicas()
         name = self._slots.take_now(avoid, prefer, sequences, identity)
         return None if name is None else self._slot(name, sequences)
@@ -151,7 +149,6 @@ class EnginePool:
                 self._slots.record_leaving(slot.replica_id)
 
     def candidate(self, name: str) -> PrefillCandidate | None:
-        """Return prefill engine `name` for an order; None if it has stopped."""
         engine = self._engines().get(name)
         return None if engine is None else engine.candidate(name)
 
@@ -163,7 +160,6 @@ class EnginePool:
     def dispatch(
         self, slot: Slot, call: Call, watcher: Watcher | None = None, prefill: PrefillOrder | None = None
     ) -> EngineCall:
-        """Send a call to the engine of `slot`, with an order to have its prompt computed."""
         request = RpcRequest(call, *self.caller, maybe_full=slot.maybe_full, prefill=prefill)
         running = EngineCall(self._role, slot, self._slots, watcher)
         running.send(self._channels.to(slot.address), request)

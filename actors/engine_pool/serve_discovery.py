@@ -17,18 +17,12 @@ class DiscoveryRouter(FIFOMixin, RequestRouter):
     """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Publish the running replicas.
-
-        Serve's hook for changes of the replica list or of the replicas' metadata.
-        """
+        """Serve's hook for changes of the replica list or of the replicas' metadata."""
         super().update_replicas(replicas)
         self._publish()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Publish the remaining replicas.
-
-        Serve's hook for the death of a replica's actor, called before the controller's update.
-        """
+        """Serve's hook for the death of a replica's actor, before the controller's update."""
         super().on_replica_actor_died(replica_id)
         self._publish()
 

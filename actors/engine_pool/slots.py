@@ -58,9 +58,7 @@ class FullReplica:
 
 @dataclass(frozen=True, slots=True)
 class UsableReplicas:
-    """Replicas for which a slot can be granted, with their ongoing sequences: `free` ones, and
-    `full` ones that may be probed. `engines` are all replicas at that time.
-    """
+    """Replicas that can grant a slot, with their ongoing sequences, also `full` ones to probe."""
 
     free: dict[str, int]
     full: dict[str, int]
@@ -69,8 +67,6 @@ class UsableReplicas:
 
 @dataclass(frozen=True, slots=True)
 class SlotPoolSnapshot:
-    """Ids of replicas that have reported their load, are believed full, or are stopping."""
-
     loaded: frozenset[str]
     full: frozenset[str]
     leaving: frozenset[str]
@@ -92,7 +88,6 @@ class SlotPool:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting requests; each later prompt of a list counts as one."""
         return len(self._waiting)
 
     @property

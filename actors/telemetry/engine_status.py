@@ -26,24 +26,17 @@ NAMES = (*SUMS.values(), USAGE, STAGES, REQUESTS, PAIR_BYTES, PAIR_SECONDS, STOR
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """Current numbers of one engine, summed over its data-parallel ranks unless stated otherwise.
+    """Current numbers of one engine, summed over its data-parallel ranks; updated at steps only.
 
-    vLLM and the connector update them at steps only.
-
-    ``running``      requests in the schedulers' batches
-    ``waiting``      requests that wait for the batch, for blocks or for KV
-    ``cache_usage``  fraction of the KV cache in use, the mean over data-parallel ranks
-    ``transfers``    transfers in progress, by stage; stages without any are omitted
-    ``quarantined``  transfers with blocks in quarantine
-    ``sent_bytes``   KV bytes of the writes to decode engines started since the engine's start,
-                     failed ones included
-    ``recomputed``   requests since the start whose transfer failed or was not possible, so that
-                     this engine computed the prompt
-    ``pairs``        (bytes of finished writes, seconds in flight summed over these writes) since
-                     the start, by decode engine id, for engines whose series the connector keeps
-    ``store_tokens``    prompt tokens looked up in the KV store since the start: ``hit`` (read
-                        and verified), ``miss``; empty without a store
-    ``store_problems``  lookups, loads and stores that failed or ended early since the start
+    ``waiting``         requests that wait for the batch, for blocks or for KV
+    ``cache_usage``     fraction of the KV cache in use, the mean over data-parallel ranks
+    ``transfers``       transfers in progress, by stage
+    ``quarantined``     transfers with blocks in quarantine
+    ``sent_bytes``      bytes of all writes to decode engines since the start, failed ones included
+    ``recomputed``      requests computed here because KV did not arrive
+    ``pairs``           (bytes, seconds in flight) of finished writes, by decode engine id
+    ``store_tokens``    prompt tokens looked up in the KV store: `hit` (read and verified), `miss`
+    ``store_problems``  lookups, loads and stores that failed or ended early
     """
 
     running: int

@@ -82,17 +82,10 @@ class CallTimes:
 class RequestTimestamps:
     """Times of a request, in seconds of the router's monotonic clock.
 
-    ``arrived_at``  arrival of its headers
-    ``read_at``     arrival of its whole body
-    ``tried_at``    start of the first attempt
     ``retried_at``  start of the attempt that answered
-    ``slots_at``    time at which all legs have slots
-    ``decode``      leg that produced the first byte of the answer, at its `answered_at`; a leg of
-                    a prefill engine if `by_prefill`
+    ``decode``      leg that produced the first byte, also a leg of prefill if `by_prefill`
     ``prefill``     leg that computed the prompt for `decode`, without timings if it had not
                     answered; None if one engine did both
-    ``streams``     whether the answer is streamed
-    ``by_prefill``  whether a prefill engine sampled the first token of the answer
     """
 
     arrived_at: float
@@ -117,10 +110,7 @@ class Span:
 
 @dataclass(frozen=True)
 class LatencyBreakdown:
-    """Consecutive spans from a request's arrival to its first byte, without gap or overlap.
-
-    A part may occur more than once.
-    """
+    """Consecutive spans from a request's arrival to its first byte. A part may occur repeatedly."""
 
     spans: tuple[Span, ...]
 
@@ -130,7 +120,7 @@ class LatencyBreakdown:
 
     @property
     def parts(self) -> dict[Part, float]:
-        """Seconds of each part that occurs, in the order of `PARTS`; their sum is `total_s`."""
+        """Seconds of each part that occurs; their sum is `total_s`."""
         found = dict.fromkeys(PARTS, 0.0)
         for span in self.spans:
             found[span.part] += span.end_s - span.begin_s
@@ -138,7 +128,7 @@ class LatencyBreakdown:
 
 
 Chain = list[tuple[float, Part | None]]
-"""(end time on the router's clock, activity) in order; activity None is decode's wait for KV."""
+"""(end time, activity) in order; activity None is decode's wait for KV."""
 
 
 def break_down(timestamps: RequestTimestamps) -> LatencyBreakdown:

@@ -52,5 +52,4 @@ def now_unix(monotonic_at: float) -> float:
 
 
 def newest_of(lists: Iterable[Iterable[dict[str, Any]]], most: int) -> list[dict[str, Any]]:
-    """Return at most `most` requests of several routers as one list, newest first."""
     return sorted((one for some in lists for one in some), key=lambda one: -one["began_at"])[:most]

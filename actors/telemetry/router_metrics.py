@@ -19,7 +19,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class _OfModel(Collector):
-    """Collector of a registry's metrics that adds the label `model_name`, as in vLLM's metrics."""
+    """Adds the label `model_name` to a registry's metrics, as in vLLM's."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry = registry
@@ -33,11 +33,7 @@ class _OfModel(Collector):
 
 
 class RouterMetrics:
-    """Metrics of the requests to `model`, or of a router; `/metrics` exposes them.
-
-    Without the setting `models`, a router's metrics count all its requests. With `models`, they
-    count the requests whose model is not known, and each model has metrics of its own.
-    """
+    """Metrics of the requests to `model`, or without the setting `models` of all requests."""
 
     def __init__(self, model: str | None = None) -> None:
         self._model = model
@@ -138,10 +134,9 @@ class RouterMetrics:
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def counts(self) -> dict[str, int]:
-        """Return counts since this router started.
+        """Return counts since this router started: requests by route, and other metrics by name.
 
-        They are the requests by route, and the numbers of retries, disconnects, broken and resumed
-        streams, and discards. Local requests with a reason in FALLBACKS count as `fallback`.
+        Local requests with a reason in FALLBACKS count as `fallback`.
         """
         counts: dict[str, int] = {"remote": 0, "local": 0, "fallback": 0, "refused": 0, "left": 0}
         for sample in next(iter(self.requests.collect())).samples:

@@ -8,17 +8,12 @@ from typing import Any
 from actors.request import EngineTimings
 
 Arrival = tuple[float, float, bool]
-"""(start of the transfer, its end, whether it failed), in seconds of the host's monotonic clock."""
+"""Start and end of a transfer on the host's monotonic clock in seconds, and whether it failed."""
 
 
 @dataclass(frozen=True)
 class KvTimes:
-    """Times at which one request received KV, in seconds of the host's monotonic clock.
-
-    ``arrival``  transfer from a prefill engine; None without a transfer
-    ``fetch``    (start, end) of the lookup in the KV store and of the reads of the objects found;
-                 None without a lookup
-    """
+    """Times of one request's transfer, and of its lookup in the KV store; None without one."""
 
     arrival: Arrival | None = None
     fetch: tuple[float, float] | None = None
@@ -33,10 +28,7 @@ class _FirstToken:
 
 
 class CallTimestamps:
-    """Timings of one call, from its arrival or `began_at`. `take_timings` returns them once.
-
-    ``request_id``  id of the call's first request to the engine core; None before it is sent
-    """
+    """Timings of one call, from its arrival or `began_at`."""
 
     def __init__(self, began_at: float | None = None) -> None:
         self.request_id: str | None = None
@@ -64,10 +56,7 @@ class CallTimestamps:
             self._first = _FirstToken(queued_at, stats.scheduled_ts, stats.first_token_ts, times)
 
     def take_timings(self) -> EngineTimings | None:
-        """Return the timings at the first call after the first token; else None.
-
-        The time of this call is `answered_s`.
-        """
+        """Return the timings, up to now, at the first call after the first token; else None."""
         first = self._first
         if first is None or self._taken:
             return None
@@ -101,14 +90,10 @@ class KvArrivals:
         self._found[request_id] = KvTimes()
 
     def take(self, request_id: str | None) -> KvTimes:
-        """Remove and return the known times of a request; no times if the id is None or unknown."""
         return KvTimes() if request_id is None else self._found.pop(request_id, KvTimes())
 
     def adapter(self, rank: int, adapter: str) -> str:
-        """Return the identity of an adapter's content on a data-parallel rank; empty if unknown.
-
-        ``adapter``  key in `TandemStats.data["adapters"]`
-        """
+        """Return the identity of an adapter's content on a data-parallel rank; empty if unknown."""
         return self._adapters.get((rank, adapter), "")
 
     def observe(self, connector_stats: Mapping[str, Any] | None, rank: int = 0) -> None:

@@ -15,10 +15,9 @@ from ray.serve._private.replica import Replica
 from ray.serve.handle import DeploymentBroadcastResponse
 
 NAMESPACE = b"tandem"
-"""Namespace of Tandem's keys in the control store."""
 
 RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Environment variable: seconds for which a raylet tries to reconnect to the Ray head.
+"""Seconds for which a raylet tries to reconnect to the Ray head.
 
 KubeRay sets it to 600 in worker pods of a cluster with fault tolerance
 (ray-operator/controllers/ray/common/pod.go).
@@ -29,41 +28,32 @@ DEFAULT_RECONNECT_S = 60.0
 
 
 def store_connected() -> bool:
-    """Return whether this process is connected to a Ray cluster's control store."""
     return bool(internal_kv._internal_kv_initialized())  # noqa: SLF001
 
 
 def store_put(key: bytes, value: bytes | str, overwrite: bool = True) -> bool:
-    """Store `value` in the control store; return whether `key` had a value.
-
-    Without `overwrite`, keep an existing value.
-    """
+    """Store `value`; return whether `key` had a value, which stays unless `overwrite`."""
     return bool(internal_kv._internal_kv_put(key, value, overwrite=overwrite, namespace=NAMESPACE))  # noqa: SLF001
 
 
 def store_get(key: bytes) -> bytes | None:
-    """Return the value of `key`, or None if it has none."""
     value: bytes | None = internal_kv._internal_kv_get(key, namespace=NAMESPACE)  # noqa: SLF001
     return value
 
 
 def store_exists(key: bytes) -> bool:
-    """Return whether there is a value of `key`."""
     return bool(internal_kv._internal_kv_exists(key, namespace=NAMESPACE))  # noqa: SLF001
 
 
 def store_keys(prefix: bytes) -> list[bytes]:
-    """Return the keys that begin with `prefix`."""
     return list(internal_kv._internal_kv_list(prefix, namespace=NAMESPACE))  # noqa: SLF001
 
 
 def store_delete(key: bytes, by_prefix: bool = False) -> None:
-    """Delete `key`, or all keys that begin with it."""
     internal_kv._internal_kv_del(key, del_by_prefix=by_prefix, namespace=NAMESPACE)  # noqa: SLF001
 
 
 def log_directory() -> Path:
-    """Return Ray's log directory of this session on this node."""
     return Path(ray._private.worker._global_node.get_logs_dir_path())  # noqa: SLF001
 
 

@@ -24,20 +24,17 @@ MAX_HEAD_BYTES = 64 * 1024
 """Size limit in bytes of a request line and its headers, or of trailers after a body."""
 
 CLIENT_CERTIFICATE = "tandem.client_certificate"
-"""Key of a boolean in an ASGI scope: whether the client presented a verified certificate."""
+"""Key in an ASGI scope: whether the client presented a verified certificate."""
 
 CONNECTION = "tandem.connection"
-"""Key of the request's BoundedHttpProtocol in an ASGI scope.
-
-Its `disconnected` and `write` need no task, unlike `receive` and `send`.
-"""
+"""Key of the request's BoundedHttpProtocol, whose `write` and `disconnected` need no task."""
 
 HEAD_S = 30.0
 """Timeout in seconds for complete headers, from their first byte."""
 
 
 class HeadTooLargeError(Exception):
-    """Exception that stops the parser; the protocol then refuses the request."""
+    """Stops the parser; the protocol then refuses the request."""
 
 
 class UnframedCycle(RequestResponseCycle):
@@ -62,11 +59,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """A connection with limits on request headers, for one request at a time.
 
     A request that arrives during an answer is discarded, and the connection closes after the
-    answer; by RFC 9112, section 9.3.2, clients should repeat such requests.
-
-    Before the first request and between responses, uvicorn's keep-alive timer or the header timer
-    runs. The connection holds at most `MAX_HEAD_BYTES` and one further read of incomplete headers
-    in memory.
+    answer; by RFC 9112, section 9.3.2, clients should repeat such requests. The connection holds at
+    most `MAX_HEAD_BYTES` and one further read of incomplete headers in memory.
     """
 
     _in_head = False
@@ -79,10 +73,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Headers of a request with `Upgrade`, without this header, until the parser has them again."""
 
     _unread_bytes = 0
-    """Number of bytes received since the last complete headers or body chunk."""
 
     on_resume: Callable[[], None] | None = None
-    """Called when `paused` becomes false."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -100,7 +92,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def paused(self) -> bool:
-        """True while the client reads too slowly: the transport's buffer is full."""
         return self.flow.write_paused
 
     def write(self, data: bytes) -> None:
@@ -202,10 +193,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(status, "Invalid HTTP request received.")
 
     def _refuse(self, status: HTTPStatus, message: str = "") -> None:
-        """Close the connection, after an error response unless another response is in progress.
-
-        After a pipelined request, does nothing: the connection closes after the current response.
-        """
+        """Close the connection, after an error response unless another response is in progress."""
         if self._discards:
             return  # the connection closes after the answer
         between = self._is_answering() and (self._in_head or self.cycle.response_started)

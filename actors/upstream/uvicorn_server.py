@@ -18,7 +18,6 @@ FIRST_BYTES_S = 1.0
 """Timeout in seconds, at shutdown, for the first request on connections that have had none."""
 
 LOOKS = 50
-"""Number of checks during FIRST_BYTES_S."""
 
 
 class Server(uvicorn.Server):

@@ -28,20 +28,13 @@ def forced_tokens(params: SamplingParams) -> list[int]:
 
 
 def force(logits: torch.Tensor, row: int, token: int) -> None:
-    """Set the logits of `row` so that only `token` can be sampled.
-
-    ``logits``  shape (rows, vocabulary)
-    """
+    """Set the logits of `row` so that only `token` can be sampled."""
     logits[row] = -torch.inf
     logits[row, token] = 0.0
 
 
 class ForcedTokens(LogitsProcessor):
-    """Processor for vLLM's V1 model runner.
-
-    This runner moves requests between rows, and passes each request's output as a list of token
-    ids.
-    """
+    """Processor for vLLM's V1 model runner, which moves requests between rows."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, tuple[list[int], list[int]]] = {}
@@ -64,10 +57,9 @@ class ForcedTokens(LogitsProcessor):
 
 
 class ForcedTokensV2(LogitsProcessorV2):
-    """Processor for vLLM's V2 model runner.
+    """Processor for vLLM's V2 model runner, in which a request keeps its state index (`req_idx`).
 
-    In this runner a request keeps its state index (`req_idx`) and moves between rows. The runner
-    passes the length of each sequence, which includes the prompt.
+    The runner passes the length of each sequence, which includes the prompt.
     """
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:

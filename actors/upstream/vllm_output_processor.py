@@ -31,26 +31,20 @@ BURST = 32
 
 
 class SharedRequestOutputs(OutputProcessor):
-    """Output processor for requests that two engines share.
+    """Output processor for requests that two engines share (see the module).
 
-    Prompt tokens whose KV the connector has loaded count as computed and, in whole blocks, as newly
-    cached. Hides the end of `unfinished` requests that their length limit has ended. Connects the
-    first engine request of each `ServedCall` to the call's timestamps. Reports the first token of
-    an answer that is not streamed, unless this token ends the answer.
+    Connects the first engine request of each `ServedCall` to the call's timestamps.
     """
 
     block_tokens: int | None
-    """Block size of the prefix cache in tokens; None without a prefix cache."""
     unfinished: set[str]
     """Ids of requests whose answer another engine continues, unless the first token ends it."""
     arrivals: KvArrivals | None = None
-    """Object that receives the ids of requests whose KV times are needed. `ReplayingLLM.start` sets
-    it.
-    """
+    """Receives the ids of requests whose KV times are needed; `ReplayingLLM.start` sets it."""
 
     @classmethod
     def take_over(cls, processor: OutputProcessor, block_tokens: int | None) -> None:
-        """Replace the class of the processor that AsyncLLM created.
+        """Replace the class of AsyncLLM's processor.
 
         ``block_tokens``  block size of the prefix cache in tokens; None without a prefix cache
         """
@@ -142,23 +136,18 @@ class SharedRequestOutputs(OutputProcessor):
 
 
 def newly_cached(stats: PrefillStats, block_tokens: int | None) -> int:
-    """Return the number of prompt tokens in whole blocks that this engine had not cached before.
-
-    0 without a prefix cache.
-    """
+    """Return the prompt tokens in whole blocks that were not cached; 0 without a prefix cache."""
     if block_tokens is None:
         return 0
     return max(0, stats.num_prompt_tokens // block_tokens * block_tokens - stats.num_local_cached_tokens)
 
 
 def samples_first_token(params: SamplingParams) -> bool:
-    """Return whether the request is a prefill leg that samples the first token of an answer."""
     transfer = (params.extra_args or {}).get(TRANSFER_FIELD)
     return isinstance(transfer, dict) and bool(transfer.get("do_remote_decode") and transfer.get("first_token"))
 
 
 def one_token(params: SamplingParams) -> SamplingParams:
-    """Return a copy of `params` limited to one token."""
     params = params.clone()
     params.max_tokens = 1
     # vLLM refuses a minimum above the maximum. For the first token, a minimum of 1 has the same

@@ -38,7 +38,6 @@ ABORTED = str(FinishReason.ABORT)
 
 
 def why_not_replayable(config: VllmConfig) -> str | None:
-    """Return the reason why an engine of this configuration cannot repeat tokens, or None."""
     if config.speculative_config is not None:
         return "with speculative decoding, vLLM allows no logits processor to repeat the tokens already sent"
     if config.model_config.return_sampling_mask:
@@ -47,20 +46,17 @@ def why_not_replayable(config: VllmConfig) -> str | None:
 
 
 def make_replayable(config: VllmConfig) -> None:
-    """Add the logits processor for forced tokens to the engine's configuration."""
     name = "ForcedTokensV2" if config.use_v2_model_runner else "ForcedTokens"
     own = [*(config.model_config.logits_processors or ()), f"actors.upstream.vllm_forced_tokens:{name}"]
     config.model_config.logits_processors = own
 
 
 class ReplayCollector:
-    """Wrapper that passes a request's outputs to vLLM's collector, one token group of the replay
-    log at a time.
+    """Passes a request's outputs to vLLM's collector, one token group of the replay log at a time.
 
-    Without a replay log, only the first output is a group of its own: a prefill engine may have
-    sent its token to the client. The collector merges unread outputs, so without this class the
-    groups would depend on timing. Each group waits until the reader calls `release` after the
-    previous one. Outputs after these groups are passed on at once.
+    The collector merges unread outputs, so the groups would depend on timing. Each group waits
+    until the reader calls `release` after the previous one. Without a replay log, only the first
+    output is a group of its own: a prefill engine may have sent its token to the client.
     """
 
     def __init__(self, collector: RequestOutputCollector, served: ServedCall) -> None:
@@ -85,10 +81,7 @@ class ReplayCollector:
         self._advance()
 
     def release(self) -> None:
-        """Pass on the next group, now or once its outputs have arrived.
-
-        The reader calls this after it has processed an output.
-        """
+        """Pass on the next group, once the reader has processed the previous output."""
         self._held = False
         self._advance()
 
@@ -125,8 +118,6 @@ class ReplayCollector:
 
 
 class KvArrivalsLogger(StatLoggerBase):
-    """Logger that passes the connector statistics of each step to `arrivals`."""
-
     def __init__(self, arrivals: KvArrivals) -> None:
         self._arrivals = arrivals
 
@@ -139,28 +130,20 @@ class KvArrivalsLogger(StatLoggerBase):
 
 
 def _always(logger: StatLoggerBase) -> StatLoggerFactory:
-    """Return a factory of `logger`, because vLLM accepts only factories."""
     return lambda *_: logger
 
 
 class ReplayingLLM(AsyncLLM):
-    """An AsyncLLM that records a streamed `ServedCall`'s token groups and repeats its replay log.
-
-    Also records the call's timestamps up to the first token.
-    """
+    """An AsyncLLM that records a stream's token groups and repeats its replay log."""
 
     arrivals: KvArrivals
     identities: Sequence[str] = ()
-    """Identity of each data-parallel rank; `VllmEngine.start` sets it."""
 
     @classmethod
     def start(
         cls, config: VllmConfig, engine_args: AsyncEngineArgs, load: StatLoggerBase | None = None
     ) -> "ReplayingLLM":
-        """Start the engine. Unless `disable_log_stats` is set, record the arrival times of KV.
-
-        ``load``  receives the statistics of each step; None: no such logger
-        """
+        """Start the engine. Unless `disable_log_stats` is set, record the arrival times of KV."""
         arrivals = KvArrivals()
         loggers = [] if load is None else [load]
         # With any logger, vLLM would collect statistics in spite of `disable_log_stats`.
@@ -178,10 +161,7 @@ class ReplayingLLM(AsyncLLM):
         return llm
 
     async def ping_rank(self, rank: int) -> None:
-        """Send a no-op request to the engine core of data-parallel `rank` and await its answer.
-
-        vLLM's own methods call the engine cores of all ranks.
-        """
+        """Await a rank's answer to a no-op request; vLLM's own methods call all ranks."""
         client: Any = self.engine_core
         await client._call_utility_async("is_sleeping", engine=client.core_engines[rank])  # noqa: SLF001
 

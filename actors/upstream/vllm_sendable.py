@@ -20,8 +20,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda _: None)
 def check_sendable(prompt: Any, params: SamplingParams, options: Mapping[str, Any]) -> None:
     """Raise vLLM's validation error for a number or string that msgpack cannot encode.
 
-    Of the prompt, checks `cache_salt` only: vLLM has already tokenized the text and checked the
-    token ids.
+    Of the prompt, checks `cache_salt` only: vLLM has already tokenized the text.
     """
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     try:
@@ -31,7 +30,6 @@ def check_sendable(prompt: Any, params: SamplingParams, options: Mapping[str, An
 
 
 def _error(values: Mapping[str, Any]) -> VLLMValidationError:
-    """Return the error for the first value that msgpack cannot encode, or for an unknown one."""
     for name, value in values.items():
         try:
             _ENCODER.encode(value)

@@ -19,10 +19,6 @@ GPU_MEMORY_UTILIZATION = 0.92
 
 
 def check_engines(settings: ServiceSettings) -> Iterator[Finding]:
-    """Yield the sums of GPUs and of CPU memory, and roles whose engines have too few GPUs.
-
-    A sum above this node's is no failure: other nodes of a cluster may hold the rest.
-    """
     models = settings.each_model().items()
     roles = {f"{role}{suffix}": one.role(role) for suffix, one in models for role in ROLES}
     engine = {f"{role}{suffix}": one.engine | one.role(role).engine for suffix, one in models for role in ROLES}

@@ -5,12 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check: a line of the report, and a second line with the remedy if it failed.
-
-    ``check``   name of the check, as in `--skip`
-    ``what``    result of the check
-    ``remedy``  action to take; empty if and only if the check has passed
-    """
+    """One result of a check. ``remedy`` is empty if and only if the check has passed."""
 
     check: str
     what: str

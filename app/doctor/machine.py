@@ -28,7 +28,6 @@ from connectors.open_files import REMEDY, too_few
 
 PYTHON = ("3.11", "3.12", "3.13")
 RELEASES = {"vLLM": "0.32.0", "Ray": "2.60.0", "NIXL": "1.5.1"}
-"""Required releases of the libraries."""
 
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """Longest path of a socket below Ray's temporary directory; the last number is a process id."""
@@ -39,10 +38,8 @@ UNIX_SOCKET_BYTES = 107
 NUMA = "libnuma.so.1"
 
 FOLDERS = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME", "VLLM_CACHE_ROOT")
-"""Variables that name folders to which vLLM and its libraries write."""
 
 EXPIRES_SOON = timedelta(days=3)
-"""Remaining validity of a certificate below which its check fails."""
 
 RDMA = Path("/sys/class/infiniband")
 NETWORK = Path("/sys/class/net")
@@ -122,7 +119,6 @@ def _cuda_ipc(settings: ServiceSettings, gpus: int, proc: Path) -> Iterator[Find
 
 
 def check_shared_memory() -> Iterator[Finding]:
-    """Check the free shared memory for Ray and one engine of each role."""
     yield Finding("shared-memory", *shared_memory(engines=len(ROLES)))
 
 
@@ -145,13 +141,11 @@ def check_home() -> Iterator[Finding]:
 
 
 def writable(folder: Path) -> bool:
-    """Return whether this user can write to `folder`, or create it."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def longest_temporary_directory() -> int:
-    """Return the maximum length in bytes of the path of Ray's temporary directory."""
     return UNIX_SOCKET_BYTES - len(RAY_SOCKET)
 
 
@@ -288,8 +282,5 @@ def _names(folder: Path) -> list[str]:
 
 
 def ucx_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Return the UCX variables of a role's processes: this process's, overridden by `own`.
-
-    ``own``  `environment` of the role
-    """
+    """Return the UCX variables of a role's processes: this process's, overridden by `own`."""
     return {name: value for name, value in (os.environ | dict(own)).items() if name.startswith("UCX_")}

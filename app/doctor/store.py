@@ -17,7 +17,6 @@ STAGING_FOLDER = Path("/dev/shm")
 
 
 def check_store(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check the folder of each tier, and the shared memory of staging. Changes no file."""
     store = settings.store
     if not store.enabled:
         yield Finding("store", "off: `store` has neither path nor memory_gib")
@@ -36,10 +35,6 @@ def check_store(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def _tier(key: str, folder: Path, budget_key: str, budget_gib: float) -> Finding:
-    """Return the finding of one tier; `key` and `budget_key` name its settings in `store`.
-
-    A missing folder is no error if this user can create it, as the first engine does.
-    """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         if not check_folder(folder) and not os.access(existing, os.W_OK | os.X_OK):

@@ -16,10 +16,7 @@ STAGE_MESSAGES: dict[str, Stage] = {
     "Starting to load model ": "loading weights",  # vllm/v1/worker/{cpu,gpu}_model_runner.py, load_model
     "KV cache size: ": "KV cache",  # vllm/v1/core/kv_cache_utils.py
 }
-"""Stages that vLLM's log shows, by a part of the first message of the stage.
-
-Tests find the messages in the installed vLLM.
-"""
+"""Stages that vLLM's log shows, by a part of the first message of the stage."""
 
 MAX_CAUSE_LINES = 8
 
@@ -35,7 +32,6 @@ _EXCEPTION = re.compile(
 
 
 def stage_of(line: str) -> Stage | None:
-    """Return the stage that begins with the log message in `line`, or None."""
     for message, stage in STAGE_MESSAGES.items():
         if message in line:
             return stage
@@ -44,10 +40,7 @@ def stage_of(line: str) -> Stage | None:
 
 @dataclass
 class _Record:
-    """Consecutive error lines of one process from one line of its source: usually one log call.
-
-    ``key``  process, level, and file and line of the log call
-    """
+    """Consecutive error lines of one process from one line of its source: usually one log call."""
 
     key: tuple[str, str, str]
     lines: list[str]

@@ -29,11 +29,9 @@ MAX_LOG_BYTES = 4 << 20
 
 
 class StartProgress:
-    """Context manager of an engine's start.
+    """Context manager of an engine's start: links its logs, and reports its stages or failure.
 
-    Links the engine's logs under the name of the replica, and reports the stages of the start. If
-    the block raises an Exception, reports the failure and raises EngineStartError with its cause
-    instead.
+    An Exception in the block becomes EngineStartError with the cause.
     """
 
     def __init__(self, role: str, replica: str) -> None:
@@ -67,10 +65,7 @@ class StartProgress:
 
     @property
     def log(self) -> str:
-        """Path of the link to the engine's stdout log on this node; "" if it logs to no file.
-
-        The link to the stderr log is beside it.
-        """
+        """Path of the link to the stdout log, beside stderr's; "" without a log file."""
         return str(self._logs[-1].with_name(f"{self._role}-{self._replica}.out")) if self._logs else ""
 
     def _cause(self, error: Exception) -> str:
@@ -79,7 +74,6 @@ class StartProgress:
         return next(filter(None, map(root_cause, texts)), None) or f"{type(error).__name__}: {error}"
 
     def _follow(self) -> None:
-        """Report stages as they appear in the logs, until `__exit__`."""
         with contextlib.ExitStack() as stack:
             files = []
             for path in self._logs:
@@ -108,22 +102,16 @@ class StartProgress:
 
 
 class StartWatch:
-    """The launcher's side of the reports: `open` before the deployment, `close` after the start."""
-
     def open(self) -> None:
         ray_private.store_put(WATCHED, b"")
 
     def reports(self) -> dict[str, dict[str, Any]]:
-        """Return the latest report of each engine, by `role/replica`.
-
-        Keys of a report: `role`, `stage`, `error` (None without a failure) and `log`.
-        """
+        """Return the latest report of each engine, by `role/replica`."""
         keys = ray_private.store_keys(PREFIX)
         values = {key: ray_private.store_get(key) for key in keys}
         return {key.removeprefix(PREFIX).decode(): json.loads(value) for key, value in values.items() if value}
 
     def close(self) -> None:
-        """Delete all reports and end the watch: engines that start later write no reports."""
         ray_private.store_delete(WATCHED)
         ray_private.store_delete(PREFIX, by_prefix=True)
 

@@ -32,18 +32,13 @@ class CpuFeatures:
 
 @dataclass(frozen=True)
 class Layers:
-    """Kinds of layers that a model has and whose CPU kernels support a limited choice of dtypes.
-
-    ``mla``              multi-head latent attention
-    ``gated_delta_net``  gated delta net
-    """
+    """Kinds of layers of a model whose CPU kernels support a limited choice of dtypes."""
 
     mla: bool = False
     gated_delta_net: bool = False
 
 
 def cpu_features() -> CpuFeatures:
-    """Return the features of this machine as vLLM detects them (imports torch)."""
     import torch
 
     return CpuFeatures(
@@ -54,8 +49,6 @@ def cpu_features() -> CpuFeatures:
 
 @dataclass(frozen=True)
 class KernelProblem:
-    """Reason why vLLM cannot run an engine's settings on this CPU, and what to change."""
-
     reason: str
     remedy: str
 
@@ -64,11 +57,7 @@ class KernelProblem:
 
 
 def cpu_problem(layers: Layers, features: CpuFeatures, dtype: str, backend: str | None) -> KernelProblem | None:
-    """Return the reason why vLLM's CPU kernels cannot run these layers, or None.
-
-    `dtype` is torch's name of the resolved dtype, not `auto`; `backend` is vLLM's name of an
-    explicit attention backend, or None.
-    """
+    """Return why vLLM's CPU kernels cannot run these layers, or None. `dtype` is not `auto`."""
     if dtype == BFLOAT16:
         return None
     if layers.gated_delta_net:
@@ -81,10 +70,10 @@ def cpu_problem(layers: Layers, features: CpuFeatures, dtype: str, backend: str 
 
 
 def cache_problem(cache_dtype: str, features: CpuFeatures) -> KernelProblem | None:
-    """Return the reason why vLLM's CPU attention cannot use this `kv_cache_dtype`, or None.
+    """Return why vLLM's CPU attention cannot use this `kv_cache_dtype`, or None.
 
-    Checks the CPU, but not the head sizes of the model, which may also rule out an FP8 cache.
-    Source: `_get_attn_isa` in vllm/v1/attention/backends/cpu_attn.py.
+    The model's head sizes may rule it out too. Source: `_get_attn_isa` in
+    vllm/v1/attention/backends/cpu_attn.py.
     """
     from vllm.utils.torch_utils import is_quantized_kv_cache
 
@@ -100,8 +89,7 @@ def adapter_problem(slots: int, adapters: int) -> KernelProblem | None:
 
     vLLM marks tokens of the base model with slot -1, which torch reads as the last slot
     (`vllm/lora/ops/torch_ops/lora_ops.py`). Slots are filled from the first one, so the last stays
-    empty if there are more slots than adapters. `slots` is `max_loras`, `adapters` the number of
-    adapters in use.
+    empty if there are more slots (`max_loras`) than adapters.
     """
     if not adapters or slots > adapters:
         return None
@@ -112,18 +100,13 @@ def adapter_problem(slots: int, adapters: int) -> KernelProblem | None:
 
 
 def layers_of(text_config: Any, mla: bool) -> Layers:
-    """Return the kinds of layers of a model.
-
-    ``text_config``  Hugging Face configuration of the text model
-    ``mla``          whether vLLM uses multi-head latent attention for the model
-    """
     model_type = str(getattr(text_config, "model_type", ""))
     linear = "linear_attention" in (getattr(text_config, "layer_types", None) or ())
     return Layers(mla=mla, gated_delta_net=linear and model_type.startswith(GATED_DELTA_NET_MODELS))
 
 
 def model_problem(model: "ModelConfig", backend: Any, features: CpuFeatures) -> KernelProblem | None:
-    """Return the reason why vLLM's CPU kernels cannot run `model`, or None.
+    """Return why vLLM's CPU kernels cannot run `model`, or None.
 
     `backend` is vLLM's enum member of an explicit attention backend, its name, or None.
     """
@@ -136,10 +119,10 @@ def model_problem(model: "ModelConfig", backend: Any, features: CpuFeatures) -> 
 def experts_problem(model: "ModelConfig", parallel: Any) -> KernelProblem | None:
     """Return why vLLM's CPU build cannot run the model's experts on several ranks, or None.
 
-    `parallel` has attributes named as in vLLM's ParallelConfig. Over data-parallel ranks, the
-    engine dies in its first step: vLLM's `CpuCommunicator` does not implement `all_gatherv`. With
-    expert parallelism, the kernel ignores which experts its rank has (`CPUUnquantizedExperts.apply`
-    in vllm/model_executor/layers/fused_moe/experts/cpu_moe.py) and reads beyond their weights.
+    Over data-parallel ranks, the engine dies in its first step: `CpuCommunicator` does not
+    implement `all_gatherv`. With expert parallelism, the kernel ignores which experts its rank has
+    (`CPUUnquantizedExperts.apply` in vllm/model_executor/layers/fused_moe/experts/cpu_moe.py) and
+    reads beyond their weights.
     """
     if not model.is_moe:
         return None

@@ -38,14 +38,11 @@ class RewindingModelRunner(CPUModelRunner):
             generators.update(hidden)
 
     def _discarded(self) -> list[int]:
-        """Return the batch rows whose samples vLLM discards: their prompts are incomplete."""
         rows: list[int] = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]).tolist()
         return rows
 
 
 class CpuWorker(cpu_worker.CPUWorker):
-    """vLLM's CPU worker with `RewindingModelRunner`."""
-
     def init_device(self) -> None:
         # vLLM looks up the class of its V1 model runner by this name. The worker has its own
         # process, so the change affects no other engine.

@@ -34,10 +34,7 @@ _started_with: dict[str, str | None] = {}
 
 
 def may_fork(settings: ServiceSettings, role: RoleName, arguments: Mapping[str, Any]) -> bool:
-    """Return whether the engine of `role` can use the fork server.
-
-    ``arguments``  arguments of AsyncEngineArgs
-    """
+    """Return whether the engine of `role`, with these vLLM arguments, can use the fork server."""
     own = settings.role(role)
     eager = bool(arguments.get("enforce_eager"))
     return own.executor == "mp" and not own.num_gpus and eager and settings.cpu.threads_bind == "nobind"
@@ -70,9 +67,8 @@ def stay_with_this_server() -> None:
 def _context(original: Callable[[], BaseContext]) -> BaseContext:
     """Return the context of the fork server, or vLLM's own from `original`.
 
-    Returns vLLM's own if a variable of LOADED_ONCE has another value than at the first call in this
-    process: the new value would have no effect on processes that the fork server forks. The first
-    call records the values and chooses the modules that the fork server imports.
+    Returns vLLM's own if a variable of LOADED_ONCE has changed since the first call in this
+    process: the new value would have no effect on forked processes.
     """
     spawning = original()  # also sets environment variables, in a Ray actor RAY_ADDRESS
     now = {name: os.environ.get(name) for name in LOADED_ONCE}
@@ -116,6 +112,4 @@ def _process(_: None, kind: type[InheritingProcess], state: dict[str, Any]) -> I
 
 
 class InheritingContext(ForkServerContext):
-    """Python's `forkserver` start method with `InheritingProcess`."""
-
     Process = InheritingProcess

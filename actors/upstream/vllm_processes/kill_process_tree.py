@@ -13,7 +13,6 @@ from vllm.v1 import utils
 
 
 def ignore_ended_processes() -> None:
-    """Make vLLM call this module's `kill_process_tree`."""
     utils.kill_process_tree = kill_process_tree
 
 
