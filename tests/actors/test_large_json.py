@@ -109,10 +109,3 @@ async def test_small_requests_do_not_wait_for_a_large_one_to_be_prepared(monkeyp
     may_end.set()
     await preparing
     assert found.answers == 1
-
-
-async def test_a_copy_keeps_what_was_computed_from_the_body() -> None:
-    request = await read_request(http(b'{"prompt": "one"}'), "/v1/completions", BODY_BYTES)
-    copy = request.with_metadata(session=str(request.prompt.answers), arrived_at=request.arrived_at + 1)
-    assert copy.prompt is request.prompt
-    assert copy.session == "1"

@@ -13,7 +13,6 @@ from ray.serve.schema import ServeApplicationSchema
 
 from actors.autoscaling.policy import POLICY, ROLE_POLICY
 from actors.autoscaling.replica_counts import DecodeLoad, PrefillLoad
-from configs.settings.base import SettingsError
 
 PREFILL, DECODE = (DeploymentID(name=name, app_name="tandem") for name in ("Prefill", "Decode"))
 AT_ONCE = {"upscale_delay_s": 0, "downscale_delay_s": 0, "min_replicas": 1, "max_replicas": 8}
@@ -102,11 +101,6 @@ def test_an_application_without_both_roles_is_left_alone():
     application = Application(scaled=(DECODE,))
     application.report(DECODE, FULL)
     assert application.state.get_decision_num_replicas({DECODE: 1}) == {}
-
-
-def test_a_wrong_key_is_refused_by_name():
-    with pytest.raises(SettingsError, match="tpot: no such setting"):
-        Application(policy_kwargs={"tpot": 1})
 
 
 def test_the_name_in_a_config_file():

@@ -157,9 +157,6 @@ def test_bounds_come_first_and_then_the_ratio(wanted, prefill, decode):
     ("given", "key"),
     [
         ({"tpot": 0.05}, "tpot"),
-        ({"prefill_busy": 1.5}, "prefill_busy"),
-        ({"catch_up_s": 0}, "catch_up_s"),
-        ({"slack": 1}, "slack"),
         ({"fewest_prefill_per_decode": 2, "most_prefill_per_decode": 1}, "most_prefill_per_decode"),
     ],
 )

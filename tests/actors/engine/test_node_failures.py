@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from actors.engine import engine_actor, node_failures
 from actors.engine.decode import Decode
-from actors.engine.node_failures import LostNodes, dead_nodes_now, engines_of, grace_s, watch_nodes
+from actors.engine.node_failures import LostNodes, dead_nodes_now, grace_s, watch_nodes
 from actors.engine.prefill import Prefill
 from actors.errors import EngineStartError
 from actors.upstream.ray_private import RECONNECT_VARIABLE
@@ -19,26 +19,18 @@ from configs.settings.parsing import parse_settings
 
 
 def test_a_node_is_lost_some_time_after_it_is_dead():
-    """The node is lost from `gone_s` after its death until the report has succeeded, and never
-    again.
+    """From `gone_s` after its death until the report has succeeded, and never again. Nodes that
+    were dead at the engine's start had no contact with it.
     """
-    lost = LostNodes([], gone_s=10)
-    assert lost.look(["a"], 100) == []
-    assert lost.look(["a", "b"], 109.9) == []
-    assert lost.look(["a", "b"], 110) == ["a"]
-    assert lost.look(["a", "b"], 111) == ["a"]
+    lost = LostNodes(["old"], gone_s=10)
+    assert lost.look(["old", "a"], 100) == []
+    assert lost.look(["old", "a", "b"], 109.9) == []
+    assert lost.look(["old", "a", "b"], 110) == lost.look(["a", "b"], 111) == ["a"]
     lost.reported("a")
     assert lost.look(["a", "b"], 119) == []
     assert lost.look(["a", "b"], 119.9) == ["b"]
     lost.reported("b")
     assert lost.look(["a", "b"], 1000) == []
-
-
-def test_nodes_that_died_before_our_engine_started_are_none_of_its():
-    """A cluster lists dead nodes for long; none of them had contact with a new engine."""
-    lost = LostNodes(["old"], gone_s=1)
-    assert lost.look(["old"], 0) == []
-    assert lost.look(["old"], 100) == []
 
 
 @pytest.mark.parametrize(
@@ -69,11 +61,6 @@ def test_a_grace_period_that_is_too_short(monkeypatch: pytest.MonkeyPatch, recon
     monkeypatch.setenv(RECONNECT_VARIABLE, reconnect_s)
     with pytest.raises(EngineStartError, match=r"transfer\.node_lost_s must be at least (180|720) s, not"):
         grace_s(setting)
-
-
-def test_one_nodes_engines_are_not_anothers():
-    """The id prefix ends with a separator, so no node's prefix is the beginning of another's."""
-    assert not f"{engines_of('ab')}x".startswith(engines_of("a"))
 
 
 @pytest.fixture
@@ -186,9 +173,3 @@ class ReplicaID:
     """Part of Serve's ReplicaID that a replica reads."""
 
     unique_id = "one"
-
-
-async def test_without_an_answer_every_dead_node_is_told(ray_says):
-    """Without Ray's answer all dead nodes are reported later, which is harmless."""
-    ray_says += [ConnectionError("no head")]
-    assert await dead_nodes_now() == []

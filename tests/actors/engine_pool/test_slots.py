@@ -117,30 +117,6 @@ async def test_a_list_of_prompts_waits_like_one_request() -> None:
     assert here.waiting == 0
 
 
-async def test_nobody_overtakes() -> None:
-    """A request that arrives when others wait also waits, even if it would find a slot."""
-    found: dict[str, EngineReplica] = {}
-    here = SlotPool(lambda: found)
-    first = asyncio.create_task(here.take())
-    assert await soon(first) == [None]
-    found |= engines(a=1)
-    late = asyncio.create_task(here.take())
-    assert await soon(first, late) == ["a", None]
-    late.cancel()
-
-
-async def test_too_many_wait() -> None:
-    """A request above the engines' limit of waiting requests is refused."""
-    here = SlotPool(lambda: engines(queue=1, a=1))
-    await here.take()
-    waiting = asyncio.create_task(here.take())
-    await asyncio.sleep(0)
-    with pytest.raises(OverloadedError, match="1 requests are waiting"):
-        await here.take()
-    here.give_back("a")
-    assert await waiting == "a"
-
-
 async def test_an_engine_that_comes_later() -> None:
     """A new engine is found while requests wait."""
     found: dict[str, EngineReplica] = {}

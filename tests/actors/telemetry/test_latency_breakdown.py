@@ -55,10 +55,20 @@ def on_decode(**more: Any) -> RequestTimestamps:
     return replace(REMOTE, decode=CallTimes(1011, 1082, replace(DECODE, **more)))
 
 
-def test_a_fetch_from_the_store_on_prefill():
-    """Of 3 seconds in prefill's scheduler, the fetch took the second one."""
-    parts = break_down(on_prefill(store_asked_s=3, store_ended_s=4)).parts
-    assert parts == REMOTE_PARTS | {"store": 1, "prefill_queue": 2}
+@pytest.mark.parametrize(
+    ("timestamps", "changed"),
+    [
+        (on_prefill(store_asked_s=3, store_ended_s=4), {"store": 1, "prefill_queue": 2}),
+        # A second fetch after a preemption is not counted.
+        (on_prefill(store_asked_s=7, store_ended_s=8), {}),
+        (replace(REMOTE, streams=False), {"frontend": 2, "generation": 1}),
+        (replace(REMOTE, tried_at=1002), {"router": 4, "retries": 1}),
+        (on_decode(kv_failed=True), {"first_step": 0, "recompute": 10}),
+    ],
+)
+def test_one_change_of_a_remote_request(timestamps: RequestTimestamps, changed: dict[str, int]) -> None:
+    expected = {part: seconds for part, seconds in (REMOTE_PARTS | changed).items() if seconds}
+    assert break_down(timestamps).parts == expected
 
 
 def test_a_fetch_on_decode_hides_behind_prefill_or_delays_a_local_request():
@@ -67,11 +77,6 @@ def test_a_fetch_on_decode_hides_behind_prefill_or_delays_a_local_request():
     parts = break_down(local).parts
     assert parts["store"] == 20
     assert parts["decode_queue"] == 56 - 1 - 20
-
-
-def test_a_second_fetch_after_a_preemption_is_not_counted():
-    parts = break_down(on_prefill(store_asked_s=7, store_ended_s=8)).parts
-    assert parts == REMOTE_PARTS
 
 
 def test_a_remote_request():
@@ -111,18 +116,6 @@ def test_a_local_request_has_fewer_parts():
     }
 
 
-def test_an_answer_that_is_not_streamed_is_generated_first():
-    """The time after the first token is a separate part."""
-    parts = break_down(replace(REMOTE, streams=False)).parts
-    assert parts == {**REMOTE_PARTS, "frontend": 2, "generation": 1}
-
-
-def test_broken_tries_are_not_the_routers_time():
-    """Retries last from the first attempt to the one that answered."""
-    parts = break_down(replace(REMOTE, tried_at=1002)).parts
-    assert parts == {**REMOTE_PARTS, "router": 4, "retries": 1}
-
-
 def test_kv_that_was_there_before_prefill_had_its_token():
     """Prefill samples an unused token: decode's activity meanwhile counts."""
     parts = break_down(on_decode(kv_ended_s=41)).parts  # at 1054; prefill ends at 1056
@@ -150,12 +143,6 @@ def test_decode_that_wants_no_kv_does_not_wait_for_prefill():
     }
 
 
-def test_a_recomputed_prompt_is_not_a_step():
-    """The transfer failed, so decode's recomputation is not a decode step."""
-    parts = break_down(on_decode(kv_failed=True)).parts
-    assert parts == {**{part: s for part, s in REMOTE_PARTS.items() if part != "first_step"}, "recompute": 10}
-
-
 def test_an_engine_that_says_nothing():
     """The breakdown contains no time of an engine that reports none."""
     silent_prefill = replace(REMOTE, prefill=CallTimes(1010, 1082, None))
@@ -171,51 +158,6 @@ def test_an_engine_that_says_nothing():
     }
     silent_decode = replace(REMOTE, decode=CallTimes(1011, 1082, None))
     assert break_down(silent_decode).parts == {"body": 1, "router": 5, "slot_wait": 4, "unexplained": 72}
-
-
-@pytest.mark.parametrize(
-    ("timestamps", "part"),
-    [
-        (replace(REMOTE, arrived_at=993), "body"),
-        (on_prefill(queued_s=9, scheduled_s=12, first_token_s=52, answered_s=53), "frontend"),
-        (on_prefill(scheduled_s=12, first_token_s=52, answered_s=53), "prefill_queue"),
-        (on_prefill(first_token_s=52, answered_s=53), "prefill"),
-    ],
-)
-def test_seven_seconds_more_are_seen_where_they_are_spent(timestamps, part):
-    """All times after the stage are seven seconds later; nothing else changes."""
-    later = shift(timestamps, 7) if timestamps.prefill != REMOTE.prefill else timestamps
-    assert break_down(later).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
-
-
-def shift(timestamps: RequestTimestamps, seconds: float) -> RequestTimestamps:
-    """Prefill's and decode's answers are later by this time; decode waits longer for the KV."""
-    assert timestamps.prefill is not None
-    return replace(
-        timestamps,
-        prefill=replace(timestamps.prefill, answered_at=timestamps.prefill.answered_at + seconds),
-        decode=CallTimes(1011, 1082 + seconds, late(kv_ended_s=7, scheduled_s=7, first_token_s=7, answered_s=7)),
-    )
-
-
-def late(**by_s: float) -> EngineTimings:
-    """Decode's timings, these of them later."""
-    return replace(DECODE, **{name: getattr(DECODE, name) + seconds for name, seconds in by_s.items()})
-
-
-@pytest.mark.parametrize(
-    ("timings", "part"),
-    [
-        (late(kv_ended_s=7, scheduled_s=7, first_token_s=7, answered_s=7), "transfer"),
-        (late(scheduled_s=7, first_token_s=7, answered_s=7), "decode_queue"),
-        (late(first_token_s=7, answered_s=7), "first_step"),
-        (late(answered_s=7), "frontend"),
-    ],
-)
-def test_seven_seconds_more_on_decode(timings, part):
-    """All of decode's timings after the stage are seven seconds later; nothing else changes."""
-    timestamps = replace(REMOTE, decode=CallTimes(1011, 1089, timings))
-    assert break_down(timestamps).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
 
 
 moments = st.floats(0, 100, allow_nan=False)

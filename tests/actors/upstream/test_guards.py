@@ -110,12 +110,3 @@ def test_a_changed_symbol_is_found() -> None:
     before = "class A:\n    def f(self):\n        return 1\n"
     assert digest(before, "A.f") == digest(before.replace("return 1", "return 1  # one"), "A.f")
     assert digest(before, "A.f") != digest(before.replace("(self)", "(self, x)"), "A.f")
-
-
-@pytest.mark.parametrize("place", ["uvicorn/server.py:Server.renamed", "uvicorn/moved.py:Server.serve"])
-def test_a_renamed_symbol_is_named_with_the_file_to_open(place: str) -> None:
-    (line,) = changes(
-        {place: "", "uvicorn/server.py:Server.serve": "c143ac4318b2"}, "actors/upstream/uvicorn_server.py"
-    )
-    assert line.startswith(f"{place} is gone")
-    assert "actors/upstream/uvicorn_server.py" in line

@@ -38,24 +38,18 @@ OR_CPU_MLA = "or `engine.attention_backend: CPU_MLA`"
     ("layers", "features", "dtype", "backend", "remedies"),
     [
         (NEITHER, AMX, "float32", None, ()),
-        (NEITHER, PLAIN, "float16", None, ()),
         # Latent attention: the CPU's choice, unless the backend is named.
         (MLA, PLAIN, "float32", None, ()),
-        (MLA, PLAIN, "float32", "AMX_MLA", ()),  # vLLM falls back to CPU_MLA without AMX
         (MLA, AMX, "float32", None, (USE_BFLOAT16, OR_CPU_MLA)),
-        (MLA, AMX, "float16", None, (USE_BFLOAT16, OR_CPU_MLA)),
-        (MLA, AMX, "float32", "AMX_MLA", (USE_BFLOAT16, OR_CPU_MLA)),
         # vLLM ignores it and uses AMX_MLA
         (MLA, AMX, "float32", "TRITON_MLA", (USE_BFLOAT16, OR_CPU_MLA)),
         (MLA, AMX, "float32", "CPU_MLA", ()),
         (MLA, AMX, "bfloat16", None, ()),
-        (MLA, AMX, "bfloat16", "CPU_MLA", ()),
         # Gated delta net: one dtype on every CPU.
         (GATED, PLAIN, "float32", None, (USE_BFLOAT16,)),
         (GATED, AMX, "float16", "CPU_MLA", (USE_BFLOAT16,)),
         (GATED, AMX, "bfloat16", None, ()),
         (BOTH, PLAIN, "float32", "CPU_MLA", (USE_BFLOAT16,)),
-        (BOTH, AMX, "bfloat16", None, ()),
     ],
 )
 def test_what_cannot_run(
@@ -128,9 +122,7 @@ def test_features_are_those_that_vllm_sees(monkeypatch: pytest.MonkeyPatch) -> N
     ("cache_dtype", "features", "runs"),
     [
         ("auto", AVX2, True),
-        ("bfloat16", AVX2, True),
         ("fp8", AVX2, False),
-        ("fp8_e5m2", AVX2, False),
         ("fp8", PLAIN, True),
         ("fp8", CpuFeatures(amx=True, avx512=False), True),
     ],
