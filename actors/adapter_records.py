@@ -21,13 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AdapterRecord:
-    """One loaded adapter.
-
-    ``model``  suffix of the deployments of its model (`ServiceSettings.each_model`)
-    ``path``   path of the adapter as vLLM receives it
-    ``is_3d``  vLLM's `is_3d_lora_weight`
-    ``load``   id of the load that made the record
-    """
+    """One loaded adapter. ``model`` is the suffix of its model's deployments."""
 
     model: str
     path: str
@@ -44,7 +38,6 @@ class AdapterRecords:
     """
 
     def __init__(self, app: str) -> None:
-        """Use the records of Serve's application `app`."""
         self._prefix = f"adapters/{app}/".encode()
         self._thread = ThreadPoolExecutor(1, "adapter-records")
 

@@ -26,10 +26,7 @@ VLLM_MQ_MAX_CHUNK_BYTES_MB.
 
 
 def shared_memory(engines: int, path: str = "/dev/shm") -> tuple[str, str]:
-    """Return the free and the needed shared memory, and the remedy if it is too little, else "".
-
-    Docker's containers have 64 MiB by default.
-    """
+    """Return the free and the needed shared memory, and the remedy if it is too little, else ""."""
     needed = OBJECT_STORE_BYTES + engines * ENGINE_QUEUE_BYTES
     state = os.statvfs(path)
     free = state.f_bavail * state.f_frsize
@@ -41,8 +38,7 @@ def shared_memory(engines: int, path: str = "/dev/shm") -> tuple[str, str]:
 def prepare_environment() -> str | None:
     """Make Python processes use UTF-8, and choose a home directory that can be written.
 
-    Ray writes its token below HOME, vLLM and its libraries their caches. Return a message if HOME
-    has changed, else None. Raises SettingsError if no directory can be written.
+    Return a message if HOME has changed, else None. Raises SettingsError if none can be written.
     """
     os.environ["PYTHONUTF8"] = "1"  # libraries read files in the encoding of the locale
     if not has_name() and not any(os.environ.get(name) for name in ("LOGNAME", "USER")):

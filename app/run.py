@@ -381,13 +381,9 @@ def stop_on_signals() -> None:
             latest[number] = now
             raise Stop
 
-    _handle_stop_signals(stop)
-
-
-def _handle_stop_signals(handler: Callable[..., object]) -> None:
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored: started by `nohup`
-            signal.signal(number, handler)
+            signal.signal(number, stop)
 
 
 def shut_down(drain_s: float) -> None:
@@ -414,14 +410,6 @@ def end_ray(family: list[psutil.Process]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(left, timeout=END_S)
-
-
-def interrupt_on_signals() -> None:
-    """Make STOP_SIGNALS raise KeyboardInterrupt.
-
-    A shell script starts background jobs with SIGINT ignored, and Python keeps that.
-    """
-    _handle_stop_signals(signal.default_int_handler)
 
 
 class Watcher:

@@ -18,7 +18,7 @@ import ray
 from ray import serve
 from ray.serve.llm import build_pd_openai_app
 
-from app.run import interrupt_on_signals
+from testing.signals import interrupt_on_signals
 
 CPUS = 8
 """Resources that Ray assumes: its deployments request one each, and are idle in turn."""

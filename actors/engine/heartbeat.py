@@ -1,11 +1,9 @@
 """Heartbeats distinguish a busy engine from a hung one.
 
-A request may wait for minutes in the queue of a busy engine, or be preempted. While calls run, the
-actor sends a no-op request to the engine core, `BEAT_S` after the answer to the previous one. The
-core answers between two steps; after each answer the actor sends a heartbeat on every call without
-a complete response. A core that hangs, or whose workers hang, does not answer. After
-`silence_timeout_s`, routers stop waiting for this engine. The no-op request stays open, and after
-`transfer.step_s` and a margin the health check fails.
+A request may wait for minutes in the queue of a busy engine. While calls run, the actor sends a
+no-op request to the engine core, which answers between two steps, and then a heartbeat on every
+call without a complete response. A core that hangs does not answer: after `silence_timeout_s`,
+routers stop waiting for this engine; after `transfer.step_s` and a margin the health check fails.
 """
 
 import asyncio

@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 POLL_S = 2.0
 
 MARGIN_S = 120.0
-"""Margin in seconds that the default of `node_lost_s` adds to `cut_off_node_s()`."""
 
 
 def new_engine_id() -> str:
@@ -64,7 +63,6 @@ class LostNodes:
         self._since: dict[str, float] = {}
 
     def look(self, dead: Iterable[str], now: float) -> list[str]:
-        """Record dead nodes; return those recorded for `gone_s` or longer, and not `reported`."""
         self._reported &= set(dead)  # Ray forgets nodes that died long ago
         for node_id in set(dead) - self._reported:
             self._since.setdefault(node_id, now)

@@ -65,13 +65,6 @@ class UsableReplicas:
     engines: Mapping[str, EngineReplica]
 
 
-@dataclass(frozen=True, slots=True)
-class SlotPoolSnapshot:
-    loaded: frozenset[str]
-    full: frozenset[str]
-    leaving: frozenset[str]
-
-
 class SlotPool:
     """Pool of slots on the replicas that `look` returns, by replica id."""
 
@@ -93,9 +86,6 @@ class SlotPool:
     @property
     def taken(self) -> int:
         return self._taken.total()
-
-    def snapshot(self) -> SlotPoolSnapshot:
-        return SlotPoolSnapshot(frozenset(self._others), frozenset(self._full), frozenset(self._leaving))
 
     def ongoing(self) -> dict[str, int]:
         """Return the known number of ongoing sequences of each replica that accepts calls: this

@@ -1,12 +1,10 @@
 """Latency breakdown: divides a request's time to first byte into parts. Does no I/O.
 
-The interval starts with the request's arrival in the router and ends with the first byte of its
-answer, on the router's clock. An answer that is not streamed has its first byte at its end. An
-engine reports durations since the call's arrival, on its own host's clock. The clocks of two hosts
-are never compared. The engine's durations are centred between the times at which the router sent
-the call and received the answer. The rest is network time, half of it each way. A boundary between
-two parts is therefore off by at most half of the network time, and the parts always sum to the
-total.
+The interval is on the router's clock. An engine reports durations since the call's arrival; the
+clocks of two hosts are never compared. The engine's durations are centred between the times at
+which the router sent the call and received the answer. The rest is network time, half of it each
+way. A boundary between two parts is therefore off by at most half of the network time, and the
+parts always sum to the total.
 
 Both legs run at once. Each moment counts for the leg that the first token waits for:
 

@@ -1,14 +1,14 @@
 """Correct cached tokens and first tokens in vLLM's frontend when two engines share a request.
 
 *Cached tokens*: vLLM's scheduler counts KV that the connector loads as cached tokens. Clients
-expect the number that one engine would report, which excludes tokens computed for this request.
+expect the number of one engine, which excludes tokens computed for this request.
 
-*First tokens*: a prefill engine that samples the first token ends the request after it
-(`max_tokens` is 1). At this end the frontend would report a finish reason and release text held
-back for stop strings, although decode continues the answer.
+*First tokens*: a prefill engine ends the request after its first token (`max_tokens` is 1). The
+frontend would report a finish reason and release text held back for stop strings, although decode
+continues the answer.
 
-*Reports of first tokens*: if an answer is not streamed, AsyncLLM yields nothing before its end. The
-router needs to know earlier that decode has the KV, so the processor reports the first token.
+*Reports of first tokens*: AsyncLLM yields nothing before the end of an answer that is not streamed.
+The router needs to know earlier that decode has the KV.
 
 AsyncLLM has no parameter for an output processor, so `take_over` replaces the class of AsyncLLM's
 own. Source: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/output_processor.py
@@ -53,10 +53,7 @@ class SharedRequestOutputs(OutputProcessor):
         processor.unfinished = set()
 
     def add_request(self, request: EngineCoreRequest, *args: Any, **options: Any) -> None:
-        """Register an engine request; connect the first one of a `ServedCall` to the call.
-
-        If a call has several choices (`n`), the engine request of the first one receives the KV.
-        """
+        """With several choices (`n`), the engine request of the first one receives the KV."""
         served = SERVED_CALL.get()
         first = served is not None and served.timestamps.request_id is None
         if served is not None and first:

@@ -28,11 +28,11 @@ from actors.request import ProducerAddress
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server_connection import ServedStream
 from app.main import DeployedModel, router_deployment
-from app.run import interrupt_on_signals
 from benchmarks.router.engine import WHERE, instant
 from configs.settings.base import RoleName
 from configs.settings.deployment import RoleSettings
 from configs.settings.router import RouterSettings, RoutingSettings
+from testing.signals import interrupt_on_signals
 
 READY = "instant engines: ready"
 SLOTS = 512

@@ -2,9 +2,7 @@
 
 vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
 loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and
-`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`. If all LoRA slots are in use, vLLM's
-LoRA kernels for CPUs apply an adapter to requests without one. vLLM's CPU build supports neither
-expert parallelism nor data parallelism for models with experts.
+`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`.
 """
 
 from dataclasses import dataclass
@@ -15,8 +13,7 @@ if TYPE_CHECKING:
 
 BFLOAT16 = "bfloat16"
 REFERENCE_MLA = "CPU_MLA"
-"""vLLM's MLA backend for all CPUs and dtypes; an explicit `attention_backend` selects it on CPUs
-with AMX."""
+"""vLLM's MLA backend for all CPUs and dtypes; an explicit `attention_backend` selects it."""
 
 GATED_DELTA_NET_MODELS = ("qwen3_next", "qwen3_5")
 """Prefixes of the `model_type` of models whose layers call `cpu_gdn_attention_core`."""

@@ -3,14 +3,11 @@
 vLLM spawns the engine core and the workers inside a Ray actor and on its CPU platform
 (`_maybe_force_spawn` in vllm/utils/system_utils.py, `check_and_update_config` in
 vllm/platforms/cpu.py): each imports torch and vLLM again, 8 s of CPU time per process. A Ray actor
-or an engine core has threads and cannot be forked. Python's fork server has no threads. It starts
-when vLLM would spawn the engine core, with the same environment, and also forks the engine core's
-workers.
+or an engine core has threads and cannot be forked; Python's fork server has none.
 
-Engines with a GPU do not use the fork server, because CUDA does not survive a fork. Engines that
-compile, or whose workers are bound to cores, do not use it either: vLLM passes both settings in
-environment variables that libraries read when they are loaded. Engines with `executor: ray` do not
-use it because their workers are Ray actors.
+It is not for GPUs, because CUDA does not survive a fork, nor for `executor: ray`. Engines that
+compile, or whose workers are bound to cores, pass settings in environment variables that libraries
+read when they are loaded.
 """
 
 import importlib
@@ -25,7 +22,7 @@ from configs.settings.base import RoleName
 from configs.settings.service import ServiceSettings
 
 USERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
-"""vLLM's modules that start processes, each with `get_mp_context` of vllm/utils/system_utils.py."""
+"""vLLM's modules that start processes with `get_mp_context` of vllm/utils/system_utils.py."""
 
 LOADED_ONCE = ("LD_PRELOAD", "OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "PYTHONPATH")
 """Environment variables that take effect only when a process starts or a library is loaded."""
@@ -81,7 +78,7 @@ def _context(original: Callable[[], BaseContext]) -> BaseContext:
 
 
 class _Variables:
-    """Environment variables; unpickling them replaces the environment of the unpickling process."""
+    """Environment variables that replace those of the unpickling process."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = dict(values)

@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.run import CURL, DEMO_PROMPT, interrupt_on_signals
+from app.run import CURL, DEMO_PROMPT
 from configs.settings.service import DEMO_SERVED_NAME
+from testing.signals import interrupt_on_signals
 from tests.campaigns.hosts.hosts import Host, Switch, hosts
 from tests.campaigns.hosts.port_forward import forwarded_port
 
