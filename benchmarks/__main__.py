@@ -25,18 +25,13 @@ descriptors     benchmarks.descriptors             building and posting descript
 kv-layouts      benchmarks.kv_layouts              runs of a transfer by KV cache layout
 contact         benchmarks.contact                 first contact of two workers, beside NixlConnector
 first-contacts  benchmarks.first_contacts          64 decode engines of 8 ranks meet one prefill engine
-progress-round  benchmarks.progress_round          a round of the progress thread
 router          benchmarks.router                  the router, beside vllm-router and a plain proxy; ROUTERS=2
 disconnects     benchmarks.router.disconnects      10,000 requests, half of whose clients disconnect
 open-streams    benchmarks.router.open_streams     10,000 open streams on a router; STREAMS=2000 MINUTES=1
 versions        benchmarks.router.versions         restarts with another RPC version under load; OLDER=checkout
 bookkeeping     benchmarks.bookkeeping             a decision of the router with 64 engines
-slow-reader     benchmarks.slow_reader             a stream whose router does not read
-rpc             benchmarks.rpc                     the RPC protocol between routers and engines
-request-bodies  benchmarks.request_bodies          reading large request bodies
 store           benchmarks.store                   the KV store: restarts, conversations, reads
 store-choice    benchmarks.store_choice            the store's choices over links and disks (root)
-store-hangs     benchmarks.store_hangs             a disk that hangs
 routing         benchmarks.routing                 routing policies and an oracle, simulated
 scaling         benchmarks.scaling                 autoscaling policies, simulated; TRACES=file.csv
 scaling-plot    benchmarks.scaling.plot            docs/images/scaling-*.svg from the last results of scaling

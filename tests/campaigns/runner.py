@@ -136,12 +136,6 @@ def parse(function: Callable[..., None], words: Sequence[str]) -> dict[str, Any]
     return options
 
 
-def part_of(items: Sequence[Any], part: str) -> Sequence[Any]:
-    """Return part ``i/n`` of the items: every n-th."""
-    number, parts = map(int, part.split("/"))
-    return items[number - 1 :: parts]
-
-
 def misquoted(text: str, damage: float, rng: random.Random) -> str:
     """Return an expected answer with a planted error, in ``damage`` of all cases."""
     return text[:-1] + "?" if text and rng.random() < damage else text
