@@ -221,16 +221,21 @@ class EngineCall:
     async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Response:
         """Return the response with the first bytes of a stream, or with the whole body.
 
+        A body is whole at its Content-Length: the call may end later.
+
         Some streams start with events before the first token. With `to_first_token`, wait for the
         first chunk with a token, or for the end of the answer. Also raises UnavailableError if the
         call ends without a response.
         """
         start = await self.start(silence_s)
         items: list[StreamChunk | bytes] = []
-        while (item := await self.next(silence_s)) is not None:
+        length = None if start.streams else next((v for name, v in start.headers if name == b"content-length"), None)
+        left_bytes = -1 if length is None else int(length)
+        while left_bytes and (item := await self.next(silence_s)) is not None:
             items.append(item)
             if start.streams and (isinstance(item, StreamChunk) or not to_first_token):
                 break
+            left_bytes -= len(item.body if isinstance(item, StreamChunk) else item)
         self._answered(items[-1].timings if items and isinstance(items[-1], StreamChunk) else None)
         return start, items
 

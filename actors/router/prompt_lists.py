@@ -154,8 +154,9 @@ class ListAnswer:
         """Return the complete body."""
         return self._body
 
-    async def relay(self, writer: ClientWriter) -> None:
-        """Send the rest of a stream: there is none."""
+    async def relay(self, writer: ClientWriter) -> bytes:
+        """Return the rest of a stream: there is none."""
+        return b""
 
     def _headers(self) -> Headers:
         """Return the headers of the lead answer with the list's request id and length."""

@@ -40,25 +40,35 @@ class SendWriter:
         self.on_resume: Callable[[], None] | None = None
         self._send = send
         self._sending: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
 
     @property
     def paused(self) -> bool:
         return self._sending is not None
 
     def write(self, data: bytes) -> None:
+        """Send a part of the body; raises the error of an earlier part."""
         assert self._sending is None, "a relay writes while `paused` is false"
+        if self._error is not None:
+            raise self._error
         self._sending = asyncio.create_task(self._write(data))
 
     async def _write(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._sending = None
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            self._error = error
+        finally:
+            self._sending = None
         if self.on_resume is not None:
             self.on_resume()
 
     async def drained(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until everything is sent; raises the error of a `send`."""
         if self._sending is not None:
             await self._sending
+        if self._error is not None:
+            raise self._error
 
     async def close(self) -> None:
         """Cancel a `send` that does not return."""

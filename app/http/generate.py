@@ -116,7 +116,8 @@ class Generate:
                 await self._begin(answer, head, record, keep_alive.started, send)
                 if answer.start.streams:
                     await self._send_rest(answer, model, record, scope, send)
-                record.complete = True
+                else:
+                    record.complete = True
             finally:
                 record.keep(answer, over=True)
 
@@ -157,7 +158,7 @@ class Generate:
         last = b""
         async with writing(scope, send) as (writer, drained):
             try:
-                await answer.relay(writer)
+                last = await answer.relay(writer)
             except Exception as error:
                 # A client that resumes reading receives the error of its idle timeout as well.
                 model.metrics.broken_streams.inc()
@@ -175,6 +176,7 @@ class Generate:
                 async with asyncio.timeout(STREAM_END_S):
                     await drained()
                     await send({"type": "http.response.body", "body": last, "more_body": False})
+                    record.complete = True
 
 
 def wants_explanation(scope: Scope) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 
 from actors.engine_pool.engine_call import EngineCall, Response, Slot
@@ -19,6 +20,11 @@ from actors.telemetry.recent_requests import Pair
 from configs.settings.base import RoleName
 
 logger = logging.getLogger(__name__)
+
+LATE_S = 1.0
+"""Timeout in seconds for the end of a call that has sent its answer; prefill's report may follow it
+(`ANSWER_S` in `actors/engine/split/split_call.py`).
+"""
 
 COUNTED_AS = {"computed": "done", "full": "refused", "leaving": "refused", "silent": "failed"}
 """Outcomes of `tandem_prefill_legs`, where they differ from those of reports."""
@@ -66,6 +72,7 @@ class Attempt:
         self._prefilled_at: float | None = None
         self._answered = False
         self._delivered = False
+        self._late: asyncio.TimerHandle | None = None
         if decision.decode:
             self.sent(decision.decode[0], next(iter(decision.prefill), None))
 
@@ -229,12 +236,20 @@ class Attempt:
         sent_at = decode.reached_at
         return decode, CallTimes(sent_at, sent_at + report.took_s, report.timings), retried_at
 
-    def close(self, tokens: int = 0) -> None:
+    def close(self, tokens: int = 0, complete: bool = False) -> None:
         """Cancel the running call, give back its slots, and report the end to the planner.
 
-        ``tokens``  number of tokens of decode's answer
+        ``tokens``    number of tokens of decode's answer
+        ``complete``  whether the call has sent its answer: it then ends by itself, within LATE_S
         """
+        if complete and not self.call.over:
+            self.call.reader = partial(self.close, tokens)
+            self._late = asyncio.get_running_loop().call_later(LATE_S, self.close, tokens)
+            return
+        if self._late is not None:
+            self._late.cancel()
         if hasattr(self, "call"):
+            self.call.reader = None
             self.call.cancel()
         if self._prefill_slot is not None and self._report is not None:
             if self._report.outcome == "accepted":
