@@ -139,14 +139,17 @@ class Regression:
         # are divided by the assumed total times the common factor.
         self._waiting: list[tuple[float, Components, float]] = []
         self._fitted_at = -math.inf
+        self._known: tuple[float, Components] | None = None  # time and result of the last `factors`
         self._common = 1.0  # at the last measurement; a fit pulls the parts' factors towards it
 
     def factors(self, now: float) -> Components:
         """Return the factor of each part, after a fit if the last one is FIT_EVERY_S old."""
         if self._waiting and now - self._fitted_at >= FIT_EVERY_S:
             self.fit(now)
-        share = self._level.share(now)
-        return tuple([1 + (factor - 1) * share for factor in self._factors])
+        if self._known is None or self._known[0] != now:
+            share = self._level.share(now)
+            self._known = now, tuple([1 + (factor - 1) * share for factor in self._factors])
+        return self._known[1]
 
     def predict(self, assumed: Components, now: float) -> float:
         """Return the expected seconds of work with the assumed parts `assumed`."""
@@ -161,6 +164,7 @@ class Regression:
         if self._level.count(now) >= TRUSTED:
             expected_s = max(self.predict(assumed, now), LEAST_S)
             measured_s = min(max(measured_s, expected_s / OUTLIER), expected_s * OUTLIER)
+        self._known = None
         believed_s = self._level.observe(sum(assumed), measured_s, now)
         common = self._common = self._level.factor(now)
         scale_s = max(sum(assumed), LEAST_S) * common
@@ -179,7 +183,7 @@ class Regression:
         weighted = shares.T * weights[1:]
         self._squares = self._squares * weights[0] + weighted @ shares
         self._products = self._products * weights[0] + weighted @ ratios
-        self._factors = self._solve(self._common).tolist()
+        self._factors, self._known = self._solve(self._common).tolist(), None
         self._waiting.clear()
         self._fitted_at = now
 

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
+from typing import Self
 
 from actors.engine_pool.engine_call import EngineCall, Response, Slot
 from actors.engine_pool.engines import EnginePool
@@ -33,8 +34,9 @@ COUNTED_AS = {"computed": "done", "full": "refused", "leaving": "refused", "sile
 class Attempt:
     """A call to a decode engine, which may call prefill engines; or to a prefill engine alone.
 
-    `close` ends it. If the routing decision names replicas, the planner counts the attempt before
-    it has slots: concurrent decisions then take each other into account.
+    `close` ends it, and so does an error in a `with` block. If the routing decision names replicas,
+    the planner counts the attempt before it has slots: concurrent decisions then take each other
+    into account.
     """
 
     start: ResponseStart
@@ -75,6 +77,13 @@ class Attempt:
         self._late: asyncio.TimerHandle | None = None
         if decision.decode:
             self.sent(decision.decode[0], next(iter(decision.prefill), None))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.close()
 
     @property
     def local_reason(self) -> str | None:

@@ -1,10 +1,9 @@
 """Dispatch of one request, with retries on other replicas until an engine answers."""
 
+import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator
 from collections.abc import Set as AbstractSet
-from contextlib import asynccontextmanager
 from http import HTTPStatus
 
 from actors.engine_pool.engine_call import Slot
@@ -22,7 +21,7 @@ from actors.request import Call, ProducerAddress, ReplayLog, StreamChunk
 from actors.router.client_request import ClientRequest, RequestTimer
 from actors.router.dispatch.attempt import Attempt
 from actors.router.dispatch.fleet import Fleet
-from actors.router.dispatch.slot_wait import choose, deadline
+from actors.router.dispatch.slot_wait import choose
 from actors.router.request_shaping import choices_of, is_one_token, needs_seed, why_decode_samples, why_local
 from actors.rpc.messages import PrefillCandidate, PrefillOrder
 from actors.telemetry.latency_breakdown import RequestTimestamps
@@ -92,18 +91,22 @@ class Dispatcher:
         EngineError for an internal error of an engine.
         """
         self._identity = identity
-        async with deadline(self.timing.left_s, "waiting for an engine's answer"):
-            while True:
-                try:
-                    attempt = await self._open_once(replay_log)
-                    if replay_log and _is_busy_or_broken(status := attempt.start.status):
-                        attempt.close()
-                        raise UnavailableError(f"the engine that should continue the stream answered HTTP {status}")
-                    return attempt
-                except RefusedError as error:
-                    logger.debug("a decode engine refused a request; trying again: %s", error)  # until the deadline
-                except UnavailableError as error:
-                    self.decode_failed(error)
+        left_s = self.timing.left_s
+        try:
+            async with asyncio.timeout(left_s):
+                while True:
+                    try:
+                        attempt = await self._open_once(replay_log)
+                        if replay_log and _is_busy_or_broken(status := attempt.start.status):
+                            attempt.close()
+                            raise UnavailableError(f"the engine that should continue the stream answered HTTP {status}")
+                        return attempt
+                    except RefusedError as error:
+                        logger.debug("a decode engine refused a request; trying again: %s", error)  # until the deadline
+                    except UnavailableError as error:
+                        self.decode_failed(error)
+        except TimeoutError:
+            raise DeadlineError(f"waiting for an engine's answer took longer than {left_s:g} s") from None
 
     def timestamps(self, attempt: Attempt) -> RequestTimestamps:
         assert self._began_at is not None, "call `open` first"
@@ -174,7 +177,7 @@ class Dispatcher:
         return attempt
 
     async def _send(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
-        async with self._begin(decision) as attempt:
+        with self._begin(decision) as attempt:
             slot = attempt.take(self._fleet.decode, await self._choose_decode(decision))
             order = None if decision.local else await self._order(attempt, slot, replay_log)
             attempt.sent(slot.replica_id, None if order is None else order.candidates[0].replica)
@@ -281,7 +284,7 @@ class Dispatcher:
         Returns None if this fails: a later attempt with decode then answers, also with the error of
         an invalid request.
         """
-        async with self._begin(decision) as attempt:
+        with self._begin(decision) as attempt:
             slot = await self._choose_prefill(decision, None)
             if slot is None:
                 attempt.close()
@@ -329,16 +332,10 @@ class Dispatcher:
     def _others(self) -> AbstractSet[str]:
         return (self._fleet.decode.ongoing() or {}).keys() - self._avoided()
 
-    @asynccontextmanager
-    async def _begin(self, decision: Decision) -> AsyncGenerator[Attempt, None]:
+    def _begin(self, decision: Decision) -> Attempt:
         attempt = Attempt(self._fleet, self.request.prompt, decision)
-        if self._began_at is None:
-            self._began_at = attempt.began_at
-        try:
-            yield attempt
-        except BaseException:
-            attempt.close()
-            raise
+        self._began_at = self._began_at or attempt.began_at
+        return attempt
 
     def _has_no_match(self, decode: Slot) -> bool:
         """Return whether prefill replicas run that have not failed, but none like `decode`."""

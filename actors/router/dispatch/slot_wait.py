@@ -9,19 +9,6 @@ from actors.engine_pool.engines import EnginePool, Slot
 from actors.errors import DeadlineError, UnavailableError
 
 
-@asynccontextmanager
-async def deadline(seconds: float, what: str) -> AsyncGenerator[None, None]:
-    """Raise DeadlineError when the block takes longer than `seconds`.
-
-    ``what``  name of the block in the error message
-    """
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError:
-        raise DeadlineError(f"{what} took longer than {seconds:g} s") from None
-
-
 async def choose(
     role: str,
     engines: EnginePool,
