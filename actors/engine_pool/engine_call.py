@@ -66,7 +66,7 @@ class Slot:
 
     @property
     def calls_prefill(self) -> bool:
-        """Whether the engine takes a `PrefillOrder`; an engine of an earlier release ignores it."""
+        """True if the engine takes a `PrefillOrder`; an engine of an earlier release ignores it."""
         return int(self.metadata.get("version", 1)) > 1
 
 
@@ -93,7 +93,7 @@ class EngineCall:
         self.reader: Callable[[], None] | None = None
         """Called after items or the end have arrived; None: they wake `next`."""
         self.heard = False
-        """Whether anything has arrived since the reader reset this, also a heartbeat."""
+        """True if anything has arrived since the reader reset this, also a heartbeat."""
         self.over = False
         """True after the end of the call; items may still be queued."""
         self.error: TandemError | None = None
@@ -149,7 +149,7 @@ class EngineCall:
 
     @property
     def has_items(self) -> bool:
-        """Whether `pop` returns an item at once."""
+        """True if `pop` returns an item at once."""
         return bool(self._items)
 
     def pop(self) -> Any:

@@ -157,7 +157,7 @@ class _Endpoint:
 
     @property
     def has_messages(self) -> bool:
-        """Whether messages are queued."""
+        """True if messages are queued."""
         return bool(self._outgoing)
 
     def take(self) -> bytes:

@@ -97,7 +97,7 @@ class Attempt:
 
     @property
     def transfers(self) -> bool:
-        """Whether prefill has computed the prompt, and decode has not sampled a token."""
+        """True if prefill has computed the prompt, and decode has not sampled a token."""
         return not self._delivered and self._report is not None and self._report.outcome == "computed"
 
     def take(self, pool: EnginePool, slot: Slot) -> Slot:
