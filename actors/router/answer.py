@@ -8,11 +8,10 @@ from functools import cached_property
 
 from actors.errors import CannotResumeError, HandoverError, UnavailableError
 from actors.request import FirstTokenChunk, StreamChunk
-from actors.router.client_request import ClientRequest
+from actors.router.client_request import ClientRequest, why_not_resumable
 from actors.router.dispatch.attempt import Attempt
 from actors.router.dispatch.dispatcher import Dispatcher
 from actors.router.relay import ClientWriter, Relay, StreamClock
-from actors.router.request_shaping import why_not_resumable
 from actors.router.splice import Splice
 from actors.telemetry.latency_breakdown import LatencyBreakdown, break_down
 from actors.telemetry.recent_requests import Pair

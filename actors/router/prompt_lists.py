@@ -17,9 +17,8 @@ import msgspec
 from actors.raw_json import as_written, write
 from actors.request import Headers, ResponseStart
 from actors.router.answer import Answer
-from actors.router.client_request import ClientRequest
+from actors.router.client_request import ClientRequest, why_local
 from actors.router.relay import ClientWriter
-from actors.router.request_shaping import why_local
 
 REQUEST_ID = b"x-request-id"
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")

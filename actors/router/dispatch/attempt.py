@@ -11,7 +11,7 @@ from typing import Self
 from actors.engine_pool.engine_call import EngineCall, Response, Slot
 from actors.engine_pool.engines import EnginePool
 from actors.policy.decision import Decision
-from actors.policy.inflight import InflightRequest
+from actors.policy.loads import InflightRequest
 from actors.policy.prompts import Prompt
 from actors.request import Call, FirstTokenChunk, PrefillReport, ResponseStart, StreamChunk
 from actors.router.dispatch.fleet import Fleet

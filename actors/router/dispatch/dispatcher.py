@@ -18,11 +18,17 @@ from actors.errors import (
 )
 from actors.policy.decision import NO_PREFILL, OTHER_IDENTITY, PREFILL_FAILED, SEVERAL_CHOICES, Decision
 from actors.request import Call, ProducerAddress, ReplayLog, StreamChunk
-from actors.router.client_request import ClientRequest, RequestTimer
+from actors.router.client_request import (
+    ClientRequest,
+    RequestTimer,
+    choices_of,
+    is_one_token,
+    needs_seed,
+    why_decode_samples,
+    why_local,
+)
 from actors.router.dispatch.attempt import Attempt
-from actors.router.dispatch.fleet import Fleet
-from actors.router.dispatch.slot_wait import choose
-from actors.router.request_shaping import choices_of, is_one_token, needs_seed, why_decode_samples, why_local
+from actors.router.dispatch.fleet import Fleet, choose
 from actors.rpc.messages import PrefillCandidate, PrefillOrder
 from actors.telemetry.latency_breakdown import RequestTimestamps
 from configs.settings.router import RouterLimits

@@ -15,8 +15,7 @@ from actors.request import Call, ResponseStart, StreamChunk
 from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest, RequestTimer
 from actors.router.dispatch.dispatcher import Dispatcher
-from actors.router.dispatch.fleet import Fleet
-from actors.router.dispatch.slot_wait import choose
+from actors.router.dispatch.fleet import Fleet, choose
 from actors.router.prompt_lists import ListAnswer, parent_id, split
 from actors.router.relay import StreamClock
 from actors.router.routing_feedback import RoutingFeedback

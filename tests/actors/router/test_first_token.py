@@ -12,7 +12,7 @@ import pytest
 from actors.errors import CannotResumeError, EngineDownError, UnavailableError
 from actors.request import TRANSFER_FIELD, Call, EngineTimings, FirstTokenChunk, ResponseStart, TokenChunk, TokenSource
 from actors.router.answer import Answer
-from actors.router.request_shaping import is_one_token, needs_seed, why_decode_samples
+from actors.router.client_request import is_one_token, needs_seed, why_decode_samples
 from actors.router.router import Router
 from testing.answers import body_of
 from tests.actors.behaviours import EVENTS, JSON, LIMITS, TOKENS, answers, ask, counted, dies, engine, event, request
