@@ -83,7 +83,7 @@ class Router:
         try:
             limits = changed_limits(self._built_limits, user_config)
             for model in self.models:
-                model.feedback.reconfigure(limits.routing)
+                model.fleet.planner.reconfigure(limits.routing)
         except Exception as error:
             self.rejected_config = str(error)
             self.metrics.user_config_rejected.set(1)

@@ -59,7 +59,7 @@ class Attempt:
         self.is_open = False
         """Whether an answer has started."""
         self._fleet = fleet
-        self._planner = fleet.feedback.planner
+        self._planner = fleet.planner
         self._prompt = prompt
         self._slot: tuple[EnginePool, Slot] | None = None
         """Slot of the call, with its pool."""
@@ -178,7 +178,7 @@ class Attempt:
                     same = self._fleet.prefill.same_replica(report.replica)
                     self.failed_prefill |= same if outcome == "failed" else {report.replica}
                     if outcome != "rejected":
-                        self._fleet.feedback.failed(report.replica, outcome == "silent")
+                        self._fleet.failed(report.replica, outcome == "silent")
         if before is None or (before.replica, before.outcome) != (report.replica, "computed"):
             self._fleet.metrics.prefill_legs.labels(COUNTED_AS.get(report.outcome, report.outcome)).inc()
         if self._delivered:

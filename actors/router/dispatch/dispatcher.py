@@ -141,7 +141,7 @@ class Dispatcher:
         # All data-parallel ranks of a replica end together.
         down = isinstance(error.__cause__, EngineDownError)
         self._failed_decode |= self._fleet.decode.same_replica(self._decode_replica) if down else {self._decode_replica}
-        self._fleet.feedback.failed(self._decode_replica, isinstance(error, SilentError))
+        self._fleet.failed(self._decode_replica, isinstance(error, SilentError))
         logger.warning(
             "decode replica %s failed a request, which no longer uses it: %s", self._decode_replica, with_causes(error)
         )
@@ -155,7 +155,7 @@ class Dispatcher:
     def prefill_failed(self, replica: str, error: UnavailableError) -> None:
         """Exclude a prefill replica, with all its ranks, after it failed as the only engine."""
         self._failed_prefill |= self._fleet.prefill.same_replica(replica)
-        self._fleet.feedback.failed(replica, isinstance(error, SilentError))
+        self._fleet.failed(replica, isinstance(error, SilentError))
 
     def reset_failures(self) -> None:
         self._decode_tries = 0
@@ -211,7 +211,7 @@ class Dispatcher:
         assert attempt.pair.decode is not None
         self._failed_prefill.add(attempt.pair.prefill)
         self._suspect_decode.add(attempt.pair.decode)
-        self._fleet.feedback.failed(attempt.pair.decode, silent=True)
+        self._fleet.failed(attempt.pair.decode, silent=True)
         logger.warning(
             "decode replica %s sent nothing after prefill replica %s computed the prompt; trying other replicas",
             attempt.pair.decode,
@@ -275,7 +275,7 @@ class Dispatcher:
         return spares
 
     def _decide(self) -> Decision:
-        return self._fleet.feedback.decide(self.request, self._local_reason, self._failed_prefill, self._avoided())
+        return self._fleet.decide(self.request, self._local_reason, self._failed_prefill, self._avoided())
 
     def _avoided(self) -> set[str]:
         """Return the decode replicas excluded for this request."""

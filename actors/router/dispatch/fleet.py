@@ -1,25 +1,99 @@
 """Engines and routing state of one model in a router, and the wait of a request for a slot."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from actors.engine_pool.engines import EnginePool, Slot
 from actors.errors import DeadlineError, UnavailableError
-from actors.router.routing_feedback import RoutingFeedback
+from actors.policy.decision import Decision
+from actors.policy.planner import Planner
+from actors.router.client_request import ClientRequest
 from actors.telemetry.router_metrics import RouterMetrics
+from configs.settings.router import RoutingSettings
+
+logger = logging.getLogger(__name__)
+
+LEARN_DELAY_S = 0.01
+"""Delay in seconds before measured costs update the policy.
+
+Otherwise the update would delay the first token of the request from which the costs come.
+"""
 
 
-@dataclass(frozen=True)
+class Deferred:
+    """Queue that runs its callables at once, LEARN_DELAY_S after the first, and logs their
+    errors.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[Callable[[], None]] = []
+
+    def __call__(self, do: Callable[[], None]) -> None:
+        if not self._given:
+            asyncio.get_running_loop().call_later(LEARN_DELAY_S, self._do_all)
+        self._given.append(do)
+
+    def _do_all(self) -> None:
+        given, self._given = self._given, []
+        for do in given:
+            try:
+                do()
+            except Exception:
+                logger.exception("cannot update the routing policy with a measured cost; ignoring the measurement")
+
+
 class Fleet:
     """Engines and routing state of one model, shared by all its requests."""
 
-    prefill: EnginePool
-    decode: EnginePool
-    metrics: RouterMetrics
-    feedback: RoutingFeedback
+    def __init__(
+        self, settings: RoutingSettings, metrics: RouterMetrics, prefill: EnginePool, decode: EnginePool
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.metrics = metrics
+        self.planner = Planner(settings, Deferred())
+        """Routing policy; `Attempt` (`attempt.py`) reports each outcome to it."""
+
+    def decide(
+        self,
+        request: ClientRequest,
+        whole: str | None,
+        failed_prefill: AbstractSet[str],
+        failed_decode: AbstractSet[str],
+    ) -> Decision:
+        """Decide route and replicas of `request`, and count the decision.
+
+        ``whole``           reason why decode must serve the whole request, or None
+        ``failed_prefill``  prefill replicas that must not be chosen
+        ``failed_decode``   decode replicas that must not be chosen
+        """
+        identities = self.prefill.identities() | self.decode.identities()
+        decision = self.planner.decide(
+            request.prompt,
+            self.prefill.ongoing(),
+            self.decode.ongoing(),
+            _now(),
+            whole=whole,
+            session=request.session,
+            avoid=failed_prefill | failed_decode,
+            prefill_failed=bool(failed_prefill),
+            stores=self.prefill.stores() | self.decode.stores(),
+            identities=identities if len(set(identities.values())) > 1 else {},
+        )
+        self.metrics.decisions.labels(decision.route, decision.reason).inc()
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("decision %s", decision.explain())
+        return decision
+
+    def failed(self, replica: str, silent: bool = False) -> None:
+        """Report that a call to `replica` failed.
+
+        ``silent``  whether the replica sent nothing for `silence_timeout_s`
+        """
+        self.planner.failed(replica, _now(), silent)
 
 
 async def choose(
@@ -82,3 +156,7 @@ async def _while_running(
             yield
         finally:
             timer.cancel()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

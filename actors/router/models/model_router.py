@@ -18,7 +18,6 @@ from actors.router.dispatch.dispatcher import Dispatcher
 from actors.router.dispatch.fleet import Fleet, choose
 from actors.router.prompt_lists import ListAnswer, parent_id, split
 from actors.router.relay import StreamClock
-from actors.router.routing_feedback import RoutingFeedback
 from actors.telemetry.recent_requests import RecentRequest
 from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings.base import RoleName
@@ -66,12 +65,10 @@ class ModelRouter:
         self.metrics = metrics
         self.recent = recent
         self.pools: dict[RoleName, EnginePool] = {"prefill": engines.prefill, "decode": engines.decode}
+        self.fleet = Fleet(limits().routing, metrics, engines.prefill, engines.decode)
         self._decode = engines.decode
         self._limits = limits
         self._clock = clock
-        prefill, decode = engines.prefill, engines.decode
-        self.feedback = RoutingFeedback(limits().routing, metrics, prefill, decode)
-        self._fleet = Fleet(prefill, decode, metrics, self.feedback)
 
     @property
     def limits(self) -> RouterLimits:
@@ -94,7 +91,7 @@ class ModelRouter:
     async def _open(self, request: ClientRequest) -> Answer:
         """Serve `request` without a split; `Dispatcher` chooses its engines."""
         timer = RequestTimer(self._timeout_s(request), request.arrived_at)
-        attempts = Dispatcher(request, self.limits, timer, self._fleet)
+        attempts = Dispatcher(request, self.limits, timer, self.fleet)
         return Answer(attempts, await attempts.open(), self.metrics, self._clock)
 
     def _timeout_s(self, request: ClientRequest) -> float:
