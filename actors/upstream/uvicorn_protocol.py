@@ -61,8 +61,8 @@ class JoinedWrites:
         self.flush()
 
     def flush(self) -> None:
-        if self._unsent:
-            unsent, self._unsent = self._unsent, []
+        unsent, self._unsent = self._unsent, []
+        if unsent and not self._transport.is_closing():
             self._transport.write(b"".join(unsent))
 
     def close(self) -> None:
