@@ -252,8 +252,8 @@ class Attempt:
         ``complete``  whether the call has sent its answer: it then ends by itself, within LATE_S
         """
         if complete and not self.call.over:
-            self.call.reader = partial(self.close, tokens)
-            self._late = asyncio.get_running_loop().call_later(LATE_S, self.close, tokens)
+            self.call.reader = partial(self._close_late, tokens)
+            self._late = asyncio.get_running_loop().call_later(LATE_S, self._close_late, tokens)
             return
         if self._late is not None:
             self._late.cancel()
@@ -273,6 +273,12 @@ class Attempt:
         self._report_prefilled()
         if self._inflight is not None:
             self._planner.ended(self._inflight, _now(), tokens, broken=not self._answered)
+
+    def _close_late(self, tokens: int) -> None:
+        try:
+            self.close(tokens)
+        except Exception:  # would close the connection, with the calls of others
+            logger.exception("cannot record the end of a request")
 
     def _opened(self) -> None:
         self._answered = True
