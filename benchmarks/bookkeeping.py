@@ -29,8 +29,8 @@ from collections.abc import Callable, Mapping
 from actors.engine_pool.discovery import EngineReplica
 from actors.engine_pool.slots import SlotPool
 from actors.policy.planner import Planner
+from actors.policy.prefixes import EngineStore
 from actors.policy.prompts import Prompt, read_prompt
-from actors.policy.stores import EngineStore
 from actors.rpc.address import RpcAddress
 from benchmarks.report import summary, write
 from configs.settings.router import RoutingSettings

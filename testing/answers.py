@@ -47,7 +47,8 @@ async def body_of(answer: Any) -> AsyncGenerator[bytes, None]:
                 yield reader.take()
             else:
                 await asyncio.wait({relaying}, timeout=0.001)
-        await relaying
+        if last := await relaying:
+            yield last
     finally:
         relaying.cancel()
         await asyncio.wait({relaying})

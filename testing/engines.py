@@ -147,7 +147,7 @@ class Pair:
         prefill: Mapping[str, Any] | None = None,
         decode: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """Send both legs at once, as Tandem's router does.
+        """Send both legs at once.
 
         ``prefill`` and ``decode`` are further arguments of ``generate`` for one leg.
         """

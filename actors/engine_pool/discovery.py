@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from actors.policy.stores import EngineStore
+from actors.policy.prefixes import EngineStore
 from actors.request import ProducerAddress
 from actors.rpc.address import RpcAddress
 from actors.rpc.messages import PrefillCandidate

@@ -18,7 +18,6 @@ from actors.errors import (
     SilentError,
     UnavailableError,
 )
-from actors.moving_timer import RESOLUTION_S
 from actors.request import (
     Accepted,
     EngineTimings,
@@ -38,6 +37,9 @@ from actors.telemetry.latency_breakdown import CallTimes
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
+
+RESOLUTION_S = 0.001
+"""Resolution of uvloop's clock and timers in seconds; a timer may expire this much early."""
 
 Response = tuple[ResponseStart, list[StreamChunk | bytes]]
 """Start of a response and its items: those of a stream so far, else the whole body."""
@@ -61,7 +63,7 @@ class Slot:
 
     @property
     def calls_prefill(self) -> bool:
-        """Whether the engine takes a `PrefillOrder`; an engine of an earlier release ignores it."""
+        """True if the engine takes a `PrefillOrder`; an engine of an earlier release ignores it."""
         return int(self.metadata.get("version", 1)) > 1
 
 
@@ -88,7 +90,7 @@ class EngineCall:
         self.reader: Callable[[], None] | None = None
         """Called after items or the end have arrived; None: they wake `next`."""
         self.heard = False
-        """Whether anything has arrived since the reader reset this, also a heartbeat."""
+        """True if anything has arrived since the reader reset this, also a heartbeat."""
         self.over = False
         """True after the end of the call; items may still be queued."""
         self.error: TandemError | None = None
@@ -211,16 +213,21 @@ class EngineCall:
     async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Response:
         """Return the response with the first bytes of a stream, or with the whole body.
 
+        A body is whole at its Content-Length: the call may end later.
+
         Some streams start with events before the first token. With `to_first_token`, wait for the
         first chunk with a token, or for the end of the answer. Also raises UnavailableError if the
         call ends without a response.
         """
         start = await self.start(silence_s)
         items: list[StreamChunk | bytes] = []
-        while (item := await self.next(silence_s)) is not None:
+        length = None if start.streams else next((v for name, v in start.headers if name == b"content-length"), None)
+        left_bytes = -1 if length is None else int(length)
+        while left_bytes and (item := await self.next(silence_s)) is not None:
             items.append(item)
             if start.streams and (isinstance(item, StreamChunk) or not to_first_token):
                 break
+            left_bytes -= len(item.body if isinstance(item, StreamChunk) else item)
         self._answered(items[-1].timings if items and isinstance(items[-1], StreamChunk) else None)
         return start, items
 

@@ -19,7 +19,7 @@ from actors.engine_pool.discovery import EngineReplica, last_replicas_of, replic
 from actors.engine_pool.engine_call import EngineCall, Slot, Watcher
 from actors.engine_pool.slots import SlotPool
 from actors.errors import DeadlineError, EngineDownError, EngineError
-from actors.policy.stores import EngineStore
+from actors.policy.prefixes import EngineStore
 from actors.request import Call, PrefillReport
 from actors.rpc.address import RpcAddress
 from actors.rpc.client import Channels, ChannelsSnapshot

@@ -1,9 +1,11 @@
-"""Unfinished work of this router on one engine: queued prompts and running streams."""
+"""Unfinished work of this router: prompts and streams of one engine, and requests in flight."""
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from actors.policy.estimates import Components
+from actors.policy.costs import Components
+from actors.policy.prompts import Prompt
 
 OVERRUN_SHARE = 0.1
 """Remaining time of overdue work as a fraction of its age, so that a stuck engine looks busier."""
@@ -135,3 +137,37 @@ class EngineLoad:
 
 def _sum(first: Components, second: Components) -> Components:
     return tuple(a + b for a, b in zip(first, second, strict=True)) if first else second
+
+
+@dataclass
+class InflightRequest:
+    """A request's legs on a decode engine and, on the remote route, a prefill engine.
+
+    Times are those of the planner's caller, in seconds; None until the event is reported.
+    """
+
+    key: int
+    prompt: Prompt = field(repr=False)
+    decode: str
+    prefill: str | None
+    prompt_tokens: int  # estimated; the exact number once prefill reports it
+    held_tokens: int  # estimated, cached on the engine that computes the prompt
+    loaded_tokens: int  # estimated, loaded from this engine's KV store
+    decode_held_tokens: int  # estimated, cached on the decode engine
+    streams: int  # this router's streams on the decode engine at `Planner.begin`
+    # Prefix pieces that each engine caches only if its leg succeeds.
+    added: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+
+    prefilled_at: float | None = None
+    opened_at: float | None = None  # time of the first token of a stream
+    opened_stream_seconds: float = 0.0  # of the decode engine's load at `opened_at`
+    opened_computed_tokens: int = 0  # of the decode engine's load at `opened_at`
+    over: bool = False
+
+    @property
+    def new_tokens(self) -> int:
+        return max(self.prompt_tokens - self.held_tokens - self.loaded_tokens, 1)
+
+    @property
+    def moved_tokens(self) -> int:
+        return max(self.prompt_tokens - self.decode_held_tokens, 1)

@@ -10,16 +10,12 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import count
 
-from actors.policy.choice import Asked, choose
-from actors.policy.costs import HANDOVER, LOCAL, PREFILL, STEP, Costs, prompt_quantities
+from actors.policy.choice import Asked, Candidate, Options, candidate, choose
+from actors.policy.costs import HANDOVER, LOCAL, PREFILL, STEP, Components, Costs, prompt_quantities
 from actors.policy.decision import Decision
-from actors.policy.estimates import Components
-from actors.policy.inflight import InflightRequest
-from actors.policy.loads import EngineLoad, Measured
-from actors.policy.options import Candidate, Options, candidate
-from actors.policy.prefixes import Prefixes
+from actors.policy.loads import EngineLoad, InflightRequest, Measured
+from actors.policy.prefixes import EngineStore, Prefixes, Stores
 from actors.policy.prompts import ID_BYTES, PIECE_BYTES, Passage, Prompt
-from actors.policy.stores import EngineStore, Stores
 from configs.settings.router import RoutingSettings
 
 ASSUMED_TOKENS = 256.0

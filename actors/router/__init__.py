@@ -1,1 +1,1 @@
-"""Handling of client requests: dispatch of both legs, retries, resumed streams."""
+"""Handling of client requests: dispatch, retries, resumed streams."""

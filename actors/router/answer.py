@@ -8,11 +8,10 @@ from functools import cached_property
 
 from actors.errors import CannotResumeError, HandoverError, UnavailableError
 from actors.request import FirstTokenChunk, StreamChunk
-from actors.router.client_request import ClientRequest
+from actors.router.client_request import ClientRequest, why_not_resumable
 from actors.router.dispatch.attempt import Attempt
 from actors.router.dispatch.dispatcher import Dispatcher
 from actors.router.relay import ClientWriter, Relay, StreamClock
-from actors.router.request_shaping import why_not_resumable
 from actors.router.splice import Splice
 from actors.telemetry.latency_breakdown import LatencyBreakdown, break_down
 from actors.telemetry.recent_requests import Pair
@@ -44,6 +43,8 @@ class Answer:
         self._splice = Splice(self._resumable, metrics)
         self._items: deque[StreamChunk | bytes] = deque(attempt.items)
         """Items of the attempt that `begin` has not passed on."""
+        self._complete = False
+        """Whether the attempt has sent the whole answer."""
 
     @property
     def sampled_by(self) -> RoleName | None:
@@ -114,10 +115,13 @@ class Answer:
                         return events
             except UnavailableError as error:
                 await self._resume(error)
+        self._complete = True
         return b"".join(item.body if isinstance(item, StreamChunk) else item for item in self._items)
 
-    async def relay(self, writer: ClientWriter) -> None:
+    async def relay(self, writer: ClientWriter) -> bytes:
         """Send the rest of a stream; other engines continue it after a failure.
+
+        Returns the last events, which the caller sends with the end of the answer.
 
         Raises DeadlineError `idle_timeout_s` after the last token, or if the client reads nothing
         for this time; CannotResumeError, UnavailableError or OverloadedError if the engine fails
@@ -143,14 +147,15 @@ class Answer:
                 self.sent_bytes += relay.sent_bytes
                 self.usage = relay.usage or self.usage
             if splice.done:
-                return
+                self._complete = not splice.over
+                return relay.last
             if splice.sent > sent:
                 self._attempts.reset_failures()
             await self._resume(error)
 
     def close(self) -> None:
-        """Cancel the running calls of the request."""
-        self._attempt.close(self._splice.tokens)
+        """Cancel the running calls of the request, except one that has sent the whole answer."""
+        self._attempt.close(self._splice.tokens, self._complete)
 
     async def _resume(self, error: UnavailableError) -> None:
         """Make another attempt at the request after `error`.

@@ -7,8 +7,7 @@ https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/comple
 import asyncio
 import json
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -18,17 +17,16 @@ import msgspec
 from actors.raw_json import as_written, write
 from actors.request import Headers, ResponseStart
 from actors.router.answer import Answer
-from actors.router.client_request import ClientRequest
+from actors.router.client_request import ClientRequest, why_local
 from actors.router.relay import ClientWriter
-from actors.router.request_shaping import why_local
 
 REQUEST_ID = b"x-request-id"
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 OF_ONE_PROMPT = "metrics"
 """Field that vLLM sets only in answers to one prompt."""
 
-Serve = Callable[[ClientRequest], AbstractAsyncContextManager[Answer]]
-"""Function that serves the request of one prompt; its context yields the answer."""
+Serve = Callable[[ClientRequest], Awaitable[Answer]]
+"""Function that serves the request of one prompt; the caller closes its answer."""
 
 
 def split(request: ClientRequest, most_bytes: float = math.inf) -> list[ClientRequest]:
@@ -154,8 +152,12 @@ class ListAnswer:
         """Return the complete body."""
         return self._body
 
-    async def relay(self, writer: ClientWriter) -> None:
-        """Send the rest of a stream: there is none."""
+    def close(self) -> None:
+        """Do nothing: all answers are closed."""
+
+    async def relay(self, writer: ClientWriter) -> bytes:
+        """Return the rest of a stream: there is none."""
+        return b""
 
     def _headers(self) -> Headers:
         """Return the headers of the lead answer with the list's request id and length."""
@@ -163,8 +165,12 @@ class ListAnswer:
         return tuple((name, own.get(name, value)) for name, value in self._lead.start.headers)
 
     async def _run(self, index: int) -> None:
-        async with self._at_once, self._serve(self._requests[index]) as answer:
-            self._answers[index] = answer, await answer.begin()
+        async with self._at_once:
+            answer = await self._serve(self._requests[index])
+            try:
+                self._answers[index] = answer, await answer.begin()
+            finally:
+                answer.close()
             if answer.start.status >= HTTPStatus.BAD_REQUEST:
                 raise RefusedPromptError(index)
 

@@ -82,6 +82,8 @@ class Relay:
         self.sent_bytes = 0
         self.usage = b""
         """Last events with a field `usage`, for the access log."""
+        self.last = b""
+        """Last events of the answer, which are not written: one write sends them and the end."""
         self._call = call
         self._items = items
         self._splice = splice
@@ -96,7 +98,7 @@ class Relay:
         self._paused_at: float | None = None
 
     async def run(self, clock: StreamClock) -> None:
-        """Pass on the items until the call ends.
+        """Pass on the items until the answer or the call ends.
 
         Raises UnavailableError if the engine dies or sends nothing for `silence_s` (SilentError),
         DeadlineError if no data comes for `idle_s`, or the client takes none; the errors of the
@@ -132,23 +134,27 @@ class Relay:
         if self._writer.paused or self._over.done():
             return
         self._paused_at = None
-        items, call, ready = self._items, self._call, b""
+        items, call, splice, ready = self._items, self._call, self._splice, b""
         try:
-            while items or call.has_items:
-                item = items.popleft() if items else call.pop()
-                ready += self._splice.feed(item)
-                self._progressed = True
-                if len(ready) >= MOST_BYTES:
+            try:
+                while items or call.has_items:
+                    item = items.popleft() if items else call.pop()
+                    ready += splice.feed(item)
+                    self._progressed = True
+                    if len(ready) >= MOST_BYTES:
+                        self._write(ready)
+                        ready = b""
+                        if self._writer.paused:
+                            return
+            finally:
+                if splice.done:
+                    self.last = ready
+                elif ready:
                     self._write(ready)
-                    ready = b""
-                    if self._writer.paused:
-                        return
         except Exception as error:  # raised here, it would close the connection of all streams
             self._end(error)
-        if ready:
-            self._write(ready)
-        if self._splice.over or call.over:
-            self._end(None if self._splice.over else call.error)
+        if splice.done or call.over:
+            self._end(None if splice.done else call.error)
 
     def _write(self, events: bytes) -> None:
         self.sent_bytes += len(events)

@@ -71,6 +71,7 @@ class Router:
         self._ready_at: float | None = None
         self._was_complete = False
         self._ongoing = self._sequences = 0
+        self.metrics.ongoing.set_function(lambda: self._ongoing)
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply new deadlines, limits and routing settings; Serve's hook.
@@ -82,7 +83,7 @@ class Router:
         try:
             limits = changed_limits(self._built_limits, user_config)
             for model in self.models:
-                model.feedback.reconfigure(limits.routing)
+                model.fleet.planner.reconfigure(limits.routing)
         except Exception as error:
             self.rejected_config = str(error)
             self.metrics.user_config_rejected.set(1)
@@ -129,8 +130,7 @@ class Router:
         self._ongoing += 1
         self._sequences += 1
         try:
-            with self.metrics.ongoing.track_inprogress():
-                yield count
+            yield count
         finally:
             self._ongoing -= 1
             self._sequences -= counted
@@ -162,10 +162,13 @@ class Router:
 
     @asynccontextmanager
     async def answer(self, request: ClientRequest) -> AsyncGenerator[AnyAnswer, None]:
-        """Serve `request` with its model. Raises as `model_of` and `ModelRouter.answer` do."""
+        """Serve `request` with its model. Raises as `model_of` and `ModelRouter.open` do."""
         model = await self.model_of(request.body.get("model"))
-        async with model.answer(request) as answer:
+        answer = await model.open(request)
+        try:
             yield answer
+        finally:
+            answer.close()
 
     @property
     def slots_taken(self) -> dict[RoleName, int]:

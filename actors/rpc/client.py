@@ -71,6 +71,7 @@ class Channel(asyncio.Protocol):
         self._listeners: dict[int, Listener] = {}
         self._transport: asyncio.Transport | None = None
         self._idle: asyncio.TimerHandle | None = None
+        self._flushing: asyncio.Handle | None = None
         self._over = False
         self._connecting = asyncio.create_task(self._connect(), name=f"connects-to-{address.host}")
 
@@ -117,12 +118,13 @@ class Channel(asyncio.Protocol):
 
     def close(self) -> None:
         self._connecting.cancel()
+        self._write()
         self._end("the router closed the connection")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         enable_keepalive(transport.get_extra_info("socket"))
-        self._flush()
+        self._write()
 
     def data_received(self, data: bytes) -> None:
         wakes: list[Callable[[], None]] = []
@@ -143,7 +145,8 @@ class Channel(asyncio.Protocol):
         finally:
             for wake in wakes:
                 wake()
-        self._flush()  # calls queued until the RpcWelcome
+        if self._protocol.has_messages:
+            self._flush()  # calls queued until the RpcWelcome
         self._rest_if_idle()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -166,7 +169,13 @@ class Channel(asyncio.Protocol):
         self._flush()
 
     def _flush(self) -> None:
-        if self._transport is not None and (frame := self._protocol.take()):
+        """Schedule `_write`, so that one frame has the messages of a turn of the event loop."""
+        if self._flushing is None and self._transport is not None:
+            self._flushing = asyncio.get_running_loop().call_soon(self._write)
+
+    def _write(self) -> None:
+        self._flushing = None
+        if self._transport is not None and not self._over and (frame := self._protocol.take()):
             self._transport.write(frame)
 
     def _rest_if_idle(self) -> None:

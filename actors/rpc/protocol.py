@@ -155,6 +155,11 @@ class _Endpoint:
         """Number of streams that have not ended."""
         return len(self._states)
 
+    @property
+    def has_messages(self) -> bool:
+        """True if messages are queued."""
+        return bool(self._outgoing)
+
     def take(self) -> bytes:
         """Remove the queued messages and return them as one frame; empty if there are none."""
         if not self._outgoing:

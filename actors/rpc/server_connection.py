@@ -201,7 +201,7 @@ class ServerConnection(asyncio.Protocol):
         else:
             failure = task.result()
         self._protocol.end(number, failure)
-        self._flush_soon(lazy=False)
+        self._flush_soon(lazy=task.cancelled())  # nobody waits for the end of a cancelled stream
 
     def _flush_soon(self, lazy: bool) -> None:
         """Schedule `_flush`, so that one frame has the items of all streams of an engine step.

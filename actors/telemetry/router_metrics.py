@@ -1,7 +1,7 @@
 """Prometheus metrics of the router, in a registry of their own."""
 
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -121,6 +121,10 @@ class RouterMetrics:
             "a request sum to the time from its arrival to that byte; absent parts are not observed.",
             ["route", "part"],
         )
+
+        for metric in vars(self).values():
+            if getattr(metric, "_labelnames", ()):
+                metric.labels = cache(metric.labels)  # a look-up of prometheus_client takes a lock
 
     def exposition(self) -> str:
         shown: Any = self.registry if self._model is None else _OfModel(self.registry, self._model)

@@ -33,6 +33,40 @@ HEAD_S = 30.0
 """Timeout in seconds for complete headers, from their first byte."""
 
 
+class JoinedWrites:
+    """A connection's transport: one system call sends what uvicorn writes in a turn of the loop.
+
+    Each write wakes the client's process, and uvicorn writes headers and body separately.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._unsent: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the transport."""
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._unsent:
+            self._loop.call_soon(self.flush)
+        self._unsent.append(data)
+
+    def write_now(self, data: bytes) -> None:
+        self._unsent.append(data)
+        self.flush()
+
+    def flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if unsent and not self._transport.is_closing():
+            self._transport.write(b"".join(unsent))
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+
 class HeadTooLargeError(Exception):
     """Stops the parser; the protocol then refuses the request."""
 
@@ -77,7 +111,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     on_resume: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self.transport: Any
+        super().connection_made(cast(asyncio.Transport, JoinedWrites(transport, self.loop)))
         self.disconnected: asyncio.Future[None] = self.loop.create_future()
         report_few_left(transport)
         # Clients and proxies open connections in advance, and these are as idle as later.
@@ -103,7 +138,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             data = b"%x\r\n%b\r\n" % (len(data), data)
         else:
             cycle.expected_content_length -= len(data)
-        self.transport.write(data)
+        self.transport.write_now(data)
 
     def resume_writing(self) -> None:
         super().resume_writing()

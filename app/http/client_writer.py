@@ -1,8 +1,8 @@
 """Write a streamed answer to a client: to the router's own port, or through Ray Serve's proxy."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from contextvars import Context
 from typing import Any
 
@@ -13,7 +13,6 @@ from starlette.types import Message, Receive, Scope, Send
 from actors.errors import DeadlineError
 from actors.request import KEEP_ALIVE, Endpoint
 from actors.router.client_request import ClientRequest
-from actors.router.relay import ClientWriter
 from actors.upstream.uvicorn_protocol import CONNECTION
 from app.http.parsing import FORM_ENDPOINTS
 from configs.settings.router import RouterLimits
@@ -30,9 +29,6 @@ STREAMING: frozenset[Endpoint] = FORM_ENDPOINTS | {
 """Endpoints whose streams get comments: those whose body or form has the field `stream`."""
 
 
-Drained = Callable[[], Awaitable[None]]
-
-
 class SendWriter:
     """ClientWriter over `send`, for Serve's proxy. It is paused while a message is sent."""
 
@@ -40,51 +36,41 @@ class SendWriter:
         self.on_resume: Callable[[], None] | None = None
         self._send = send
         self._sending: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
 
     @property
     def paused(self) -> bool:
         return self._sending is not None
 
     def write(self, data: bytes) -> None:
+        """Send a part of the body; raises the error of an earlier part."""
         assert self._sending is None, "a relay writes while `paused` is false"
+        if self._error is not None:
+            raise self._error
         self._sending = asyncio.create_task(self._write(data))
 
     async def _write(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._sending = None
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            self._error = error
+        finally:
+            self._sending = None
         if self.on_resume is not None:
             self.on_resume()
 
     async def drained(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until everything is sent; raises the error of a `send`."""
         if self._sending is not None:
             await self._sending
+        if self._error is not None:
+            raise self._error
 
     async def close(self) -> None:
         """Cancel a `send` that does not return."""
         if self._sending is not None:
             self._sending.cancel()
             await asyncio.wait({self._sending})
-
-
-@asynccontextmanager
-async def writing(scope: Scope, send: Send) -> AsyncGenerator[tuple[ClientWriter, Drained], None]:
-    """Yield the writer of a request, and a function that waits until everything is passed on.
-
-    The writer is the request's connection, if it is one to the router's port.
-    """
-    if (connection := scope.get(CONNECTION)) is not None:
-        yield connection, _nothing
-        return
-    writer = SendWriter(send)
-    try:
-        yield writer, writer.drained
-    finally:
-        await writer.close()
-
-
-async def _nothing() -> None:
-    """The connection has its own buffer, for which `send` waits."""
 
 
 class KeepAlive:
@@ -103,9 +89,8 @@ class KeepAlive:
         self._timer: asyncio.TimerHandle | None = None
         self._comments: asyncio.Task[None] | None = None
 
-    @asynccontextmanager
-    async def waiting(self, request: ClientRequest) -> AsyncGenerator[None, None]:
-        """Send comments until `stop` or the end of the block, if `request` is for a stream.
+    def begin(self, request: ClientRequest) -> None:
+        """Send comments until `stop` or `close`, if `request` is for a stream.
 
         Sends none if `limits.keep_alive_s` is None, or for JSON values of `stream` other than
         `true`: vLLM converts some to true (`"true"`) and others to false (`"false"`).
@@ -113,17 +98,14 @@ class KeepAlive:
         interval_s = self._limits.keep_alive_s
         if interval_s is not None and request.body.get("stream") is True and request.endpoint in STREAMING:
             self._timer = asyncio.get_running_loop().call_later(interval_s, self._start)
-        try:
-            yield
-        except Exception:
-            await self.stop()  # an error event follows
-            raise
-        finally:
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._comments is not None:
-                self._comments.cancel()
-                await asyncio.gather(self._comments, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Cancel the comments."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._comments is not None:
+            self._comments.cancel()
+            await asyncio.gather(self._comments, return_exceptions=True)
 
     async def stop(self) -> None:
         """Stop the comments; return when the last one has been sent."""

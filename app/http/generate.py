@@ -5,6 +5,7 @@ import json
 import logging
 from contextlib import suppress
 from http import HTTPStatus
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -16,7 +17,7 @@ from actors.router.models.model_router import AnyAnswer, ModelRouter
 from actors.router.router import Router
 from actors.upstream.uvicorn_protocol import CONNECTION
 from app.http.auth import OPERATOR
-from app.http.client_writer import KeepAlive, until_disconnect, writing
+from app.http.client_writer import KeepAlive, SendWriter, until_disconnect
 from app.http.errors import BadRequestError, error_event, error_response, late_error, status_of
 from app.http.parsing import read_request
 from app.http.record import DISCONNECTS, RECORD, REFUSED, RequestRecord
@@ -107,7 +108,10 @@ class Generate:
         status of its own. If `keep_alive` has started the stream, the client has already
         received status 200.
         """
-        async with keep_alive.waiting(request), model.answer(request) as answer:
+        answer = None
+        keep_alive.begin(request)
+        try:
+            answer = await model.open(request)
             head = await answer.begin()
             await keep_alive.stop()
             if answer.start.streams:
@@ -116,9 +120,17 @@ class Generate:
                 await self._begin(answer, head, record, keep_alive.started, send)
                 if answer.start.streams:
                     await self._send_rest(answer, model, record, scope, send)
-                record.complete = True
+                else:
+                    record.complete = True
             finally:
                 record.keep(answer, over=True)
+        except Exception:
+            await keep_alive.stop()  # an error event follows
+            raise
+        finally:
+            if answer is not None:
+                answer.close()
+            await keep_alive.close()
 
     async def _begin(self, answer: AnyAnswer, head: bytes, record: RequestRecord, started: bool, send: Send) -> None:
         """Send the headers and the first bytes of an answer.
@@ -154,10 +166,11 @@ class Generate:
         self, answer: AnyAnswer, model: ModelRouter, record: RequestRecord, scope: Scope, send: Send
     ) -> None:
         """Send the rest of a stream. After an error, the last event is an error event."""
-        last = b""
-        async with writing(scope, send) as (writer, drained):
+        last, connection = b"", scope.get(CONNECTION)
+        writer: Any = connection or SendWriter(send)
+        try:
             try:
-                await answer.relay(writer)
+                last = await answer.relay(writer)
             except Exception as error:
                 # A client that resumes reading receives the error of its idle timeout as well.
                 model.metrics.broken_streams.inc()
@@ -168,13 +181,18 @@ class Generate:
                 )
                 last = error_event(error, self._endpoint)
             finally:
-                if CONNECTION in scope:  # else `send` has recorded them
+                if connection is not None:  # else `send` has recorded them
                     record.relayed(answer.sent_bytes, answer.usage)
             # After this timeout the HTTP server closes the connection.
             with suppress(TimeoutError):
                 async with asyncio.timeout(STREAM_END_S):
-                    await drained()
+                    if connection is None:
+                        await writer.drained()
                     await send({"type": "http.response.body", "body": last, "more_body": False})
+                    record.complete = True
+        finally:
+            if connection is None:
+                await writer.close()
 
 
 def wants_explanation(scope: Scope) -> bool:

@@ -7,6 +7,7 @@ refuses a port on which another program or service listens.
 
 import asyncio
 import errno
+import gc
 import hashlib
 import logging
 import socket
@@ -121,6 +122,8 @@ class HttpServer:
         )
         self._server = Server(config)
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http-server")
+        gc.collect()
+        gc.freeze()  # as vLLM's server: a later collection skips the objects of the start
         logger.info("the router listens on %s:%d", *self._where)
 
     def leave(self) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.types import Message
 
@@ -179,7 +179,7 @@ async def parse_form(request: Request, raw: bytes) -> dict[str, Any]:
     try:
         async with Request(request.scope, receive).form() as form:
             extra, stream, model = (form.get(name) for name in ("vllm_xargs", "stream", "model"))
-    except (HTTPException, ValueError):  # ValueError: of the codec that the form names as its charset
+    except (MultiPartException, ValueError):  # ValueError: of the codec that the form names as its charset
         return {}
     with suppress(ValueError, RecursionError):
         found = json.loads(extra) if isinstance(extra, str) else None
@@ -256,16 +256,17 @@ def _check_depth(body: dict[str, Any]) -> None:
 
 
 async def read_body(request: Request, max_body_bytes: int) -> bytes:
-    too_large = BadRequestError(
-        f"the body is larger than {max_body_bytes} bytes; send a smaller one",
-        status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    )
     length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > max_body_bytes:
-        raise too_large
     chunks = bytearray()
-    async for chunk in request.stream():
-        chunks += chunk
-        if len(chunks) > max_body_bytes:
-            raise too_large
+    too_large = length.isdigit() and int(length) > max_body_bytes
+    if not too_large:
+        async for chunk in request.stream():
+            chunks += chunk
+            if too_large := len(chunks) > max_body_bytes:
+                break
+    if too_large:
+        raise BadRequestError(
+            f"the body is larger than {max_body_bytes} bytes; send a smaller one",
+            status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        )
     return bytes(chunks)

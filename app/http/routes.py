@@ -12,12 +12,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.request import Endpoint
 from actors.router.peer_routers import RouterReplica
 from actors.router.single_flight import SingleFlight
-from app.http.auth import OPERATOR, Authenticated, forbidden
+from app.http.auth import OPERATOR, Authenticated, forbidden, path_of
 from app.http.errors import BadRequestError, error_body, error_response
 from app.http.forwarded.from_decode import FromDecode
 from app.http.forwarded.models import AdapterEndpoints, ModelList
@@ -96,9 +96,10 @@ def build_http(
         return error_response(error, router.limits.retry_after_s)
 
     from_decode = FromDecode(router)
-    surface = Starlette(
+    generate: dict[str, ASGIApp] = {path: Generate(router, path, traces) for path in get_args(Endpoint)}
+    others = Starlette(
         routes=[
-            *(Route(path, Generate(router, path, traces), methods=["POST"]) for path in get_args(Endpoint)),
+            *(Route(path, app, methods=["POST"]) for path, app in generate.items()),
             *_models_routes(router),
             *(Route(path, from_decode, methods=["GET"]) for path in FROM_DECODE),
             Route("/v1/responses/{id}/cancel", from_decode, methods=["POST"]),
@@ -111,6 +112,12 @@ def build_http(
         ],
         exception_handlers={HTTPException: refuse_route, BadRequestError: refuse},
     )
+
+    async def surface(scope: Scope, receive: Receive, send: Send) -> None:
+        # Starlette's layers would take as long as a routing decision.
+        found = generate.get(path_of(scope)) if scope.get("method") == "POST" else None
+        await (found or others)(scope, receive, send)
+
     own = settings or RouterSettings()
     app: ASGIApp = Authenticated(surface, router, key_digests, operator_digests)
     if own.allowed_origins:

@@ -4,8 +4,8 @@
         [--routers 2]
 
 direct        one engine over HTTP, without a router or a prefill leg
-tandem        this service as deployed, with instant engines in its actors: both legs at once. With
-              several routers, the kernel assigns each connection to one of them
+tandem        this service as deployed, with instant engines in its actors: decode calls prefill.
+              With several routers, the kernel assigns each connection to one of them
 tandem-proxy  the same service through Ray Serve's HTTP proxy
 vllm-router   vLLM's router (Rust) in its prefill/decode mode: two HTTP requests, one after the
               other

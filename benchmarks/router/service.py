@@ -28,7 +28,7 @@ from actors.request import ProducerAddress
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server_connection import ServedStream
 from app.main import DeployedModel, router_deployment
-from benchmarks.router.engine import WHERE, instant
+from benchmarks.router.engine import WHERE, freeze_gc, instant
 from configs.settings.base import RoleName
 from configs.settings.deployment import RoleSettings
 from configs.settings.router import RouterSettings, RoutingSettings
@@ -73,6 +73,7 @@ class Instant(Prefill, Decode):
         llm: Any = NoLLM()
         self.engine = VllmEngine(llm, app, StopFlag(), AsyncExitStack(), cannot_resume, None, "nobody")
         await self._open_rpc_servers(RoleSettings(max_ongoing_sequences=slots, rpc_host="127.0.0.1"))
+        freeze_gc()
 
     def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[CallItem, None]:
         """Serve a call, which `running` counts until it ends."""

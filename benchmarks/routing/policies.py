@@ -1,8 +1,8 @@
 """Policies: the router's own planner, and others. Only the oracle reads the simulation's state."""
 
-from actors.policy.inflight import InflightRequest
+from actors.policy.loads import InflightRequest
 from actors.policy.planner import Planner
-from actors.policy.stores import EngineStore
+from actors.policy.prefixes import EngineStore
 from benchmarks.routing.fleet import Fleet, Route
 from benchmarks.routing.loads import Request
 from benchmarks.routing.machine import BLOCK_TOKENS

@@ -21,7 +21,7 @@ from actors.engine.asgi_call import Notices
 from actors.engine.split.split_call import SplitCall
 from actors.engine_pool.engine_call import EngineCall, Slot
 from actors.errors import CannotResumeError, EngineDownError, RefusedError
-from actors.policy.stores import EngineStore
+from actors.policy.prefixes import EngineStore
 from actors.request import Accepted, Call, PrefillReport, ProducerAddress, TokenSource
 from actors.router.models.model_router import ModelEngines
 from actors.router.router import Router

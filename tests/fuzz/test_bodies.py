@@ -9,7 +9,7 @@ import pytest
 from actors.engine.split.bodies import decode_body, prefill_body
 from actors.raw_json import as_written, write
 from actors.request import Endpoint, ProducerAddress
-from actors.router.request_shaping import why_local
+from actors.router.client_request import why_local
 from app.http.errors import BadRequestError
 from app.http.parsing import check_prompts, parse_body
 from tests.campaigns.fuzz.requests import CHAT, COMPLETIONS, Requests, fields

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from actors.engine.asgi_call import Notices
-from actors.moving_timer import MovingTimer
+from actors.engine_pool.engine_call import RESOLUTION_S
 from actors.request import (
     Accepted,
     EngineTimings,
@@ -60,8 +60,10 @@ class PrefillCall:
         """Items of the answer before prefill's first token."""
         self._done: bool | None = None
         """Value for `close` once the prompt is computed; None: keep the call open."""
-        self._silence = MovingTimer(self._silent)
-        self._deadline = asyncio.get_running_loop().call_later(order.timeout_s, self._late)
+        self._loop = asyncio.get_running_loop()
+        self._heard_at = self._loop.time()
+        self._late_at = self._heard_at + order.timeout_s
+        self._timer = self._loop.call_later(min(order.silence_s, order.timeout_s), self._check)
 
     @property
     def broken(self) -> bool:
@@ -69,7 +71,6 @@ class PrefillCall:
 
     def send(self, channel: Channel, request: RpcRequest) -> None:
         self._channel = channel
-        self._heard()
         self._stream = channel.call(request, self)
 
     def received(self, item: Item) -> None:
@@ -81,7 +82,7 @@ class PrefillCall:
             return
         if self.broken:
             return
-        self._heard()
+        self._heard_at = self._loop.time()
         match item:
             case Accepted(ongoing=ongoing):
                 self._report("accepted", ongoing=ongoing)
@@ -89,9 +90,8 @@ class PrefillCall:
                 self._start = item
                 if item.status < 400 and not self._order.samples:
                     # The prompt is computed. The body, with its token count, normally follows.
-                    self._silence.close()
-                    self._deadline.cancel()
-                    self._deadline = asyncio.get_running_loop().call_later(BODY_S, self._body, b"")
+                    self._timer.cancel()
+                    self._timer = self._loop.call_later(BODY_S, self._body, b"")
             case bytes() | StreamChunk():
                 self._body(item)
             case Heartbeat():
@@ -118,8 +118,7 @@ class PrefillCall:
 
     def close(self, done: bool) -> None:
         """End the call; the prefill engine discards the KV unless it is `done`."""
-        self._silence.close()
-        self._deadline.cancel()
+        self._timer.cancel()
         if self._channel is not None:
             channel, self._channel = self._channel, None
             channel.cancel(self._stream, done)
@@ -155,8 +154,7 @@ class PrefillCall:
     ) -> None:
         self.outcome = outcome
         if outcome != "accepted":
-            self._silence.close()
-            self._deadline.cancel()
+            self._timer.cancel()
         took_s = time.monotonic() - self.began_at
         self._notices.put(
             PrefillReport(
@@ -166,14 +164,15 @@ class PrefillCall:
         if self._done is not None and outcome != "accepted":
             self.close(self._done)
 
-    def _heard(self) -> None:
-        self._silence.set(asyncio.get_running_loop().time() + self._order.silence_s)
-
-    def _silent(self) -> None:
-        self._report("silent", message=f"the prefill engine sent nothing for {self._order.silence_s:g} s")
-
-    def _late(self) -> None:
-        self._report("late", message=f"the prefill engine did not answer within {self._order.timeout_s:g} s")
+    def _check(self) -> None:
+        """End a silent or late call, or set the timer again."""
+        order, now, silent_at = self._order, self._loop.time() + RESOLUTION_S, self._heard_at + self._order.silence_s
+        if now >= self._late_at:
+            self._report("late", message=f"the prefill engine did not answer within {order.timeout_s:g} s")
+        elif now >= silent_at:
+            self._report("silent", message=f"the prefill engine sent nothing for {order.silence_s:g} s")
+        else:
+            self._timer = self._loop.call_at(min(silent_at, self._late_at), self._check)
 
     def _consume(self, item: Item) -> None:
         self._unread_bytes += item_bytes(item)

@@ -112,7 +112,9 @@ class SplitCall:
                         if not self._is_answered and prefill is not None and prefill.broken:
                             break
                     else:
-                        for one in (*held, *await self._last_reports(notices)):
+                        for one in held:
+                            yield one
+                        for one in await self._last_reports(notices):
                             yield one
                         return
                 assert prefill is not None

@@ -4,12 +4,14 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
+from typing import Self
 
 from actors.engine_pool.engine_call import EngineCall, Response, Slot
 from actors.engine_pool.engines import EnginePool
 from actors.policy.decision import Decision
-from actors.policy.inflight import InflightRequest
+from actors.policy.loads import InflightRequest
 from actors.policy.prompts import Prompt
 from actors.request import Call, FirstTokenChunk, PrefillReport, ResponseStart, StreamChunk
 from actors.router.dispatch.fleet import Fleet
@@ -20,6 +22,11 @@ from configs.settings.base import RoleName
 
 logger = logging.getLogger(__name__)
 
+LATE_S = 1.0
+"""Timeout in seconds for the end of a call that has sent its answer; prefill's report may follow it
+(`ANSWER_S` in `actors/engine/split/split_call.py`).
+"""
+
 COUNTED_AS = {"computed": "done", "full": "refused", "leaving": "refused", "silent": "failed"}
 """Outcomes of `tandem_prefill_legs`, where they differ from those of reports."""
 
@@ -27,8 +34,9 @@ COUNTED_AS = {"computed": "done", "full": "refused", "leaving": "refused", "sile
 class Attempt:
     """A call to a decode engine, which may call prefill engines; or to a prefill engine alone.
 
-    `close` ends it. If the routing decision names replicas, the planner counts the attempt before
-    it has slots: concurrent decisions then take each other into account.
+    `close` ends it, and so does an error in a `with` block. If the routing decision names replicas,
+    the planner counts the attempt before it has slots: concurrent decisions then take each other
+    into account.
     """
 
     start: ResponseStart
@@ -51,7 +59,7 @@ class Attempt:
         self.is_open = False
         """Whether an answer has started."""
         self._fleet = fleet
-        self._planner = fleet.feedback.planner
+        self._planner = fleet.planner
         self._prompt = prompt
         self._slot: tuple[EnginePool, Slot] | None = None
         """Slot of the call, with its pool."""
@@ -66,8 +74,16 @@ class Attempt:
         self._prefilled_at: float | None = None
         self._answered = False
         self._delivered = False
+        self._late: asyncio.TimerHandle | None = None
         if decision.decode:
             self.sent(decision.decode[0], next(iter(decision.prefill), None))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.close()
 
     @property
     def local_reason(self) -> str | None:
@@ -81,7 +97,7 @@ class Attempt:
 
     @property
     def transfers(self) -> bool:
-        """Whether prefill has computed the prompt, and decode has not sampled a token."""
+        """True if prefill has computed the prompt, and decode has not sampled a token."""
         return not self._delivered and self._report is not None and self._report.outcome == "computed"
 
     def take(self, pool: EnginePool, slot: Slot) -> Slot:
@@ -162,7 +178,7 @@ class Attempt:
                     same = self._fleet.prefill.same_replica(report.replica)
                     self.failed_prefill |= same if outcome == "failed" else {report.replica}
                     if outcome != "rejected":
-                        self._fleet.feedback.failed(report.replica, outcome == "silent")
+                        self._fleet.failed(report.replica, outcome == "silent")
         if before is None or (before.replica, before.outcome) != (report.replica, "computed"):
             self._fleet.metrics.prefill_legs.labels(COUNTED_AS.get(report.outcome, report.outcome)).inc()
         if self._delivered:
@@ -229,12 +245,20 @@ class Attempt:
         sent_at = decode.reached_at
         return decode, CallTimes(sent_at, sent_at + report.took_s, report.timings), retried_at
 
-    def close(self, tokens: int = 0) -> None:
+    def close(self, tokens: int = 0, complete: bool = False) -> None:
         """Cancel the running call, give back its slots, and report the end to the planner.
 
-        ``tokens``  number of tokens of decode's answer
+        ``tokens``    number of tokens of decode's answer
+        ``complete``  whether the call has sent its answer: it then ends by itself, within LATE_S
         """
+        if complete and not self.call.over:
+            self.call.reader = partial(self._close_late, tokens)
+            self._late = asyncio.get_running_loop().call_later(LATE_S, self._close_late, tokens)
+            return
+        if self._late is not None:
+            self._late.cancel()
         if hasattr(self, "call"):
+            self.call.reader = None
             self.call.cancel()
         if self._prefill_slot is not None and self._report is not None:
             if self._report.outcome == "accepted":
@@ -249,6 +273,12 @@ class Attempt:
         self._report_prefilled()
         if self._inflight is not None:
             self._planner.ended(self._inflight, _now(), tokens, broken=not self._answered)
+
+    def _close_late(self, tokens: int) -> None:
+        try:
+            self.close(tokens)
+        except Exception:  # would close the connection, with the calls of others
+            logger.exception("cannot record the end of a request")
 
     def _opened(self) -> None:
         self._answered = True

@@ -1,10 +1,9 @@
 """Dispatch of one request, with retries on other replicas until an engine answers."""
 
+import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator
 from collections.abc import Set as AbstractSet
-from contextlib import asynccontextmanager
 from http import HTTPStatus
 
 from actors.engine_pool.engine_call import Slot
@@ -19,11 +18,17 @@ from actors.errors import (
 )
 from actors.policy.decision import NO_PREFILL, OTHER_IDENTITY, PREFILL_FAILED, SEVERAL_CHOICES, Decision
 from actors.request import Call, ProducerAddress, ReplayLog, StreamChunk
-from actors.router.client_request import ClientRequest, RequestTimer
+from actors.router.client_request import (
+    ClientRequest,
+    RequestTimer,
+    choices_of,
+    is_one_token,
+    needs_seed,
+    why_decode_samples,
+    why_local,
+)
 from actors.router.dispatch.attempt import Attempt
-from actors.router.dispatch.fleet import Fleet
-from actors.router.dispatch.slot_wait import choose, deadline
-from actors.router.request_shaping import choices_of, is_one_token, needs_seed, why_decode_samples, why_local
+from actors.router.dispatch.fleet import Fleet, choose
 from actors.rpc.messages import PrefillCandidate, PrefillOrder
 from actors.telemetry.latency_breakdown import RequestTimestamps
 from configs.settings.router import RouterLimits
@@ -92,18 +97,22 @@ class Dispatcher:
         EngineError for an internal error of an engine.
         """
         self._identity = identity
-        async with deadline(self.timing.left_s, "waiting for an engine's answer"):
-            while True:
-                try:
-                    attempt = await self._open_once(replay_log)
-                    if replay_log and _is_busy_or_broken(status := attempt.start.status):
-                        attempt.close()
-                        raise UnavailableError(f"the engine that should continue the stream answered HTTP {status}")
-                    return attempt
-                except RefusedError as error:
-                    logger.debug("a decode engine refused a request; trying again: %s", error)  # until the deadline
-                except UnavailableError as error:
-                    self.decode_failed(error)
+        left_s = self.timing.left_s
+        try:
+            async with asyncio.timeout(left_s):
+                while True:
+                    try:
+                        attempt = await self._open_once(replay_log)
+                        if replay_log and _is_busy_or_broken(status := attempt.start.status):
+                            attempt.close()
+                            raise UnavailableError(f"the engine that should continue the stream answered HTTP {status}")
+                        return attempt
+                    except RefusedError as error:
+                        logger.debug("a decode engine refused a request; trying again: %s", error)  # until the deadline
+                    except UnavailableError as error:
+                        self.decode_failed(error)
+        except TimeoutError:
+            raise DeadlineError(f"waiting for an engine's answer took longer than {left_s:g} s") from None
 
     def timestamps(self, attempt: Attempt) -> RequestTimestamps:
         assert self._began_at is not None, "call `open` first"
@@ -132,7 +141,7 @@ class Dispatcher:
         # All data-parallel ranks of a replica end together.
         down = isinstance(error.__cause__, EngineDownError)
         self._failed_decode |= self._fleet.decode.same_replica(self._decode_replica) if down else {self._decode_replica}
-        self._fleet.feedback.failed(self._decode_replica, isinstance(error, SilentError))
+        self._fleet.failed(self._decode_replica, isinstance(error, SilentError))
         logger.warning(
             "decode replica %s failed a request, which no longer uses it: %s", self._decode_replica, with_causes(error)
         )
@@ -146,7 +155,7 @@ class Dispatcher:
     def prefill_failed(self, replica: str, error: UnavailableError) -> None:
         """Exclude a prefill replica, with all its ranks, after it failed as the only engine."""
         self._failed_prefill |= self._fleet.prefill.same_replica(replica)
-        self._fleet.feedback.failed(replica, isinstance(error, SilentError))
+        self._fleet.failed(replica, isinstance(error, SilentError))
 
     def reset_failures(self) -> None:
         self._decode_tries = 0
@@ -174,7 +183,7 @@ class Dispatcher:
         return attempt
 
     async def _send(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
-        async with self._begin(decision) as attempt:
+        with self._begin(decision) as attempt:
             slot = attempt.take(self._fleet.decode, await self._choose_decode(decision))
             order = None if decision.local else await self._order(attempt, slot, replay_log)
             attempt.sent(slot.replica_id, None if order is None else order.candidates[0].replica)
@@ -202,7 +211,7 @@ class Dispatcher:
         assert attempt.pair.decode is not None
         self._failed_prefill.add(attempt.pair.prefill)
         self._suspect_decode.add(attempt.pair.decode)
-        self._fleet.feedback.failed(attempt.pair.decode, silent=True)
+        self._fleet.failed(attempt.pair.decode, silent=True)
         logger.warning(
             "decode replica %s sent nothing after prefill replica %s computed the prompt; trying other replicas",
             attempt.pair.decode,
@@ -266,7 +275,7 @@ class Dispatcher:
         return spares
 
     def _decide(self) -> Decision:
-        return self._fleet.feedback.decide(self.request, self._local_reason, self._failed_prefill, self._avoided())
+        return self._fleet.decide(self.request, self._local_reason, self._failed_prefill, self._avoided())
 
     def _avoided(self) -> set[str]:
         """Return the decode replicas excluded for this request."""
@@ -281,7 +290,7 @@ class Dispatcher:
         Returns None if this fails: a later attempt with decode then answers, also with the error of
         an invalid request.
         """
-        async with self._begin(decision) as attempt:
+        with self._begin(decision) as attempt:
             slot = await self._choose_prefill(decision, None)
             if slot is None:
                 attempt.close()
@@ -329,16 +338,10 @@ class Dispatcher:
     def _others(self) -> AbstractSet[str]:
         return (self._fleet.decode.ongoing() or {}).keys() - self._avoided()
 
-    @asynccontextmanager
-    async def _begin(self, decision: Decision) -> AsyncGenerator[Attempt, None]:
+    def _begin(self, decision: Decision) -> Attempt:
         attempt = Attempt(self._fleet, self.request.prompt, decision)
-        if self._began_at is None:
-            self._began_at = attempt.began_at
-        try:
-            yield attempt
-        except BaseException:
-            attempt.close()
-            raise
+        self._began_at = self._began_at or attempt.began_at
+        return attempt
 
     def _has_no_match(self, decode: Slot) -> bool:
         """Return whether prefill replicas run that have not failed, but none like `decode`."""

@@ -15,11 +15,9 @@ from actors.request import Call, ResponseStart, StreamChunk
 from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest, RequestTimer
 from actors.router.dispatch.dispatcher import Dispatcher
-from actors.router.dispatch.fleet import Fleet
-from actors.router.dispatch.slot_wait import choose, deadline
+from actors.router.dispatch.fleet import Fleet, choose
 from actors.router.prompt_lists import ListAnswer, parent_id, split
 from actors.router.relay import StreamClock
-from actors.router.routing_feedback import RoutingFeedback
 from actors.telemetry.recent_requests import RecentRequest
 from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings.base import RoleName
@@ -67,45 +65,34 @@ class ModelRouter:
         self.metrics = metrics
         self.recent = recent
         self.pools: dict[RoleName, EnginePool] = {"prefill": engines.prefill, "decode": engines.decode}
+        self.fleet = Fleet(limits().routing, metrics, engines.prefill, engines.decode)
         self._decode = engines.decode
         self._limits = limits
         self._clock = clock
-        prefill, decode = engines.prefill, engines.decode
-        self.feedback = RoutingFeedback(limits().routing, metrics, prefill, decode)
-        self._fleet = Fleet(prefill, decode, metrics, self.feedback)
 
     @property
     def limits(self) -> RouterLimits:
         """Deadlines and limits for later requests."""
         return self._limits()
 
-    @asynccontextmanager
-    async def answer(self, request: ClientRequest) -> AsyncGenerator[AnyAnswer, None]:
-        """Serve `request`. Leaving the context cancels its running calls on all engines.
+    async def open(self, request: ClientRequest) -> AnyAnswer:
+        """Serve `request`; return its answer, which has started. Always `close` it.
 
         Each prompt of a list is served as a request of its own if `split` allows it. Raises the
         errors of `Dispatcher.open`.
         """
         prompts = split(request, self.limits.max_body_bytes)
         if not prompts:
-            async with self._answer(request) as one:
-                yield one
-            return
-        several = ListAnswer(prompts, parent_id(request), self._answer, max(self._decode.slots, 1))
+            return await self._open(request)
+        several = ListAnswer(prompts, parent_id(request), self._open, max(self._decode.slots, 1))
         await several.open()
-        yield several
+        return several
 
-    @asynccontextmanager
-    async def _answer(self, request: ClientRequest) -> AsyncGenerator[Answer, None]:
+    async def _open(self, request: ClientRequest) -> Answer:
         """Serve `request` without a split; `Dispatcher` chooses its engines."""
-        attempts = Dispatcher(
-            request, self.limits, RequestTimer(self._timeout_s(request), request.arrived_at), self._fleet
-        )
-        answer = Answer(attempts, await attempts.open(), self.metrics, self._clock)
-        try:
-            yield answer
-        finally:
-            answer.close()
+        timer = RequestTimer(self._timeout_s(request), request.arrived_at)
+        attempts = Dispatcher(request, self.limits, timer, self.fleet)
+        return Answer(attempts, await attempts.open(), self.metrics, self._clock)
 
     def _timeout_s(self, request: ClientRequest) -> float:
         """Return the timeout in seconds for the first token of a stream, or for a whole answer."""
@@ -139,12 +126,14 @@ class ModelRouter:
                 stack.callback(running.cancel)
                 start: ResponseStart | None = None
                 try:
-                    async with deadline(self.limits.replica_timeout_s, what):
+                    async with asyncio.timeout(self.limits.replica_timeout_s):
                         start = await running.start()
                 except RefusedError:
                     full_since = loop.time() if full_since is None else full_since
                     continue  # the pool chooses the others first
-                except (UnavailableError, DeadlineError) as error:
+                except TimeoutError:
+                    failed = DeadlineError(f"{what} took longer than {self.limits.replica_timeout_s:g} s")
+                except UnavailableError as error:
                     failed = error
                 asked.add(slot.replica_id)
                 others = (self._decode.ongoing() or {}).keys() - asked

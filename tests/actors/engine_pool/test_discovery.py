@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from actors.engine_pool.discovery import engine_names, publish, rank, ranked_metadata, replicas_of
-from actors.policy.stores import EngineStore
+from actors.policy.prefixes import EngineStore
 from actors.rpc.address import RpcAddress
 from actors.rpc.server import replica_metadata
 

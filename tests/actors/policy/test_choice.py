@@ -5,10 +5,9 @@ import random
 
 import pytest
 
-from actors.policy.choice import Asked, _affinity, choose
+from actors.policy.choice import Asked, Options, _affinity, candidate, choose, score
 from actors.policy.costs import HANDOVER, LOCAL, PREFILL, STEP, Costs, prompt_quantities
 from actors.policy.loads import EngineLoad
-from actors.policy.options import Options, candidate, score
 from configs.settings.router import RoutingSettings
 
 ASSUMED = RoutingSettings(

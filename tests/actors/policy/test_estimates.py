@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.policy.estimates import FEW, FIT_EVERY_S, MOST_WAITING, OUTLIER, Level, Levels, Regression
+from actors.policy.costs import FEW, FIT_EVERY_S, MOST_WAITING, OUTLIER, Level, Levels, Regression
 
 
 @pytest.mark.parametrize(

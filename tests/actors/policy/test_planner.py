@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from actors.policy.decision import Estimate
 from actors.policy.planner import Planner
+from actors.policy.prefixes import STORES_KEPT, EngineStore
 from actors.policy.prompts import read_prompt
-from actors.policy.stores import STORES_KEPT, EngineStore
 from configs.settings.router import RoutingSettings
 
 P = {"p": 0}

@@ -541,7 +541,7 @@ async def test_what_prefill_does_after_decodes_first_token(dies):
     router = router_of(LIMITS, p, d)
     asking = asyncio.create_task(ask(router, request(False)))
     async with asyncio.timeout(30):
-        while not d.calls or router.models[0].feedback.planner._prefill["p0"].calls:  # noqa: ASYNC110, SLF001
+        while not d.calls or router.models[0].fleet.planner._prefill["p0"].calls:  # noqa: ASYNC110, SLF001
             await asyncio.sleep(0.001)  # until the router has read the first token
         go_on.set()
         while p.taken:  # noqa: ASYNC110
@@ -551,3 +551,31 @@ async def test_what_prefill_does_after_decodes_first_token(dies):
     assert (answer.route, json.loads(body), len(p.calls), len(d.calls)) == ("remote", WHOLE, 1, 1)
     assert answer.prompt_tokens == (None if dies else 17)
     await at_rest(p, d)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_does_not_wait_for_prefills_report(stream: bool):
+    """The report may follow the end of a short answer: it updates the routing policy later."""
+    ended = asyncio.Event()
+
+    async def prefill(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        p.delivered[json.loads(call.body)[TRANSFER_FIELD]["transfer_id"]].set()
+        await ended.wait()
+        yield ResponseStart(200, JSON)
+        yield b'{"usage": {"prompt_tokens": 17}}'
+        await asyncio.sleep(60)
+
+    async def one_body(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, (*JSON, (b"content-length", str(len(body)).encode())))
+        yield body
+
+    body = json.dumps(WHOLE).encode()
+    p = Handle([Replica("p0", prefill)])
+    d = Handle([Replica("d0", fed(engine(1, [1]) if stream else one_body, p))])
+    router = router_of(LIMITS, p, d)
+    answer, _ = await ask(router, request(stream))
+    assert (answer.route, answer.prompt_tokens) == ("remote", None)
+    ended.set()
+    await at_rest(p, d)
+    assert (answer.prompt_tokens, counted(router, "tandem_prefill_legs_total", outcome="done")) == (17, 1)
+    assert p.discarded == []

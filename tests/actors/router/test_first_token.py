@@ -12,7 +12,7 @@ import pytest
 from actors.errors import CannotResumeError, EngineDownError, UnavailableError
 from actors.request import TRANSFER_FIELD, Call, EngineTimings, FirstTokenChunk, ResponseStart, TokenChunk, TokenSource
 from actors.router.answer import Answer
-from actors.router.request_shaping import is_one_token, needs_seed, why_decode_samples
+from actors.router.client_request import is_one_token, needs_seed, why_decode_samples
 from actors.router.router import Router
 from testing.answers import body_of
 from tests.actors.behaviours import EVENTS, JSON, LIMITS, TOKENS, answers, ask, counted, dies, engine, event, request
@@ -373,7 +373,7 @@ async def test_decode_that_dies_after_prefills_first_token_is_not_expected_to_ho
     await ask(router, request(prompt="word " * 400))
     assert [len(replica.calls) for replica in d.replicas] == [1, 1]
     await at_rest(p, d)
-    held = router.models[0].feedback.planner._prefixes.snapshot()  # noqa: SLF001
+    held = router.models[0].fleet.planner._prefixes.snapshot()  # noqa: SLF001
     assert held["d1"]
     assert not held["d0"]
 

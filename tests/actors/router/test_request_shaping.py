@@ -3,7 +3,7 @@
 import pytest
 
 from actors.request import Endpoint
-from actors.router.request_shaping import why_local
+from actors.router.client_request import why_local
 
 COMPLETIONS: Endpoint = "/v1/completions"
 CHAT: Endpoint = "/v1/chat/completions"

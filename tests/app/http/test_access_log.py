@@ -12,13 +12,14 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from app.http import record
+from app.http import generate, record
 from app.http.auth import digest
 from app.http.record import open_access_log
 from app.http.routes import build_http
 from configs.settings.router import RouterSettings
-from tests.actors.behaviours import TOKENS, answers, dies, engine, fleet, hangs, well
+from tests.actors.behaviours import TOKENS, answers, dies, engine, fleet, hangs, request, well
 from tests.actors.fleet import at_rest
+from tests.app.http.test_cancelled_requests import Client
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -52,6 +53,7 @@ class Logged:
             access_log=self.lines.append,
             settings=RouterSettings(**settings),
         )
+        self.app = app
         transport = httpx.ASGITransport(cast(Any, app), client=("192.0.2.7", 123))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://tandem")
 
@@ -164,6 +166,22 @@ async def test_a_client_that_leaves_before_its_answer() -> None:
             await logged.http.post("/v1/completions", json={"prompt": "a"})
     line = await logged.line()
     assert (line["status"], line["complete"], line["first_byte_ms"]) == (None, False, None)
+
+
+async def test_a_client_that_takes_no_end_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log line is marked incomplete: the last write has timed out."""
+    monkeypatch.setattr(generate, "STREAM_END_S", 0.1)
+    logged = Logged([well], [engine(1, [1])])
+    client = Client(request())
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body" and not message["more_body"]:
+            await asyncio.sleep(60)
+
+    app: Any = logged.app
+    await app(client.scope, client.receive, send)
+    line = await logged.line()
+    assert (line["status"], line["route"], line["complete"]) == (200, "remote", False)
 
 
 async def test_probes_are_not_logged() -> None:

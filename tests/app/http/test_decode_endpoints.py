@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from actors.engine.asgi_call import call_asgi
 from actors.request import Call, Endpoint
-from actors.router.request_shaping import SPLIT_ENDPOINTS, TOKENS_ONLY
+from actors.router.client_request import SPLIT_ENDPOINTS, TOKENS_ONLY
 from actors.router.router import Router
 from app.http.routes import build_http
 from tests.actors.behaviours import LIMITS, router_of

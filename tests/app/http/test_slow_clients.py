@@ -65,3 +65,22 @@ async def test_a_client_that_reads_nothing_loses_its_slots(
     assert (client.ended, client.status) == (ended, 200)
     if ended:
         assert (b"the client read nothing" not in client.pieces[-1]) == whole
+
+
+async def test_a_failed_send_ends_the_stream() -> None:
+    """Serve's `send` may raise; the engine then computes for nobody."""
+    router, prefill, decode = fleet([well], [engine(1, [1])])
+    client = Client(request(max_tokens=40))
+    sent: list[Any] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+        if len(sent) > 2:
+            raise OSError("Serve's proxy is gone")
+
+    replica: Any = router
+    http: Any = build_http(replica)
+    with pytest.raises(OSError, match="is gone"):
+        await asyncio.wait_for(http(client.scope, client.receive, send), 20)
+    await at_rest(prefill, decode)
+    assert router.ongoing == 0

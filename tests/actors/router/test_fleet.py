@@ -13,8 +13,8 @@ import pytest
 
 from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk
 from actors.router.client_request import ClientRequest
+from actors.router.dispatch.fleet import LEARN_DELAY_S, Deferred
 from actors.router.prompt_lists import COUNTS
-from actors.router.routing_feedback import LEARN_DELAY_S, Deferred
 from configs.settings.router import RouterLimits, RoutingSettings
 from testing.answers import whole_body
 from tests.actors.behaviours import EVENTS, JSON, counted, dies
@@ -187,7 +187,7 @@ async def test_routing_changes_while_requests_run():
 
 async def test_decisions_are_counted_and_logged(caplog):
     engines = Engines(limits(policy="never_remote"))
-    with caplog.at_level(logging.DEBUG, logger="actors.router.routing_feedback"):
+    with caplog.at_level(logging.DEBUG, logger="actors.router.dispatch.fleet"):
         await engines.ask(ids(100))
         await engines.ask(ids(100), echo=True)
     assert counted(engines.router, "tandem_decisions_total", route="local", reason="policy") == 1
