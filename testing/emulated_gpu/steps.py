@@ -105,9 +105,10 @@ async def run(step: Step, folder: Path) -> str:
         wrong = [found for r, a in zip(references, answers, strict=True) if (found := difference(r, a, step.tolerance))]
         received = [e for e in read_trace(folder / "kv_consumer.jsonl") if e["event"] == "received"]
         moved = sum(event["failure"] is None for event in received)
+        runs = sum(e["runs"] for e in read_trace(folder / "kv_producer.jsonl") if e["event"] == "write")
         clean = all([await engine.reset_prefix_cache() for engine in engines])
         found = (
-            f"{len(prompts) - len(wrong)} of {len(prompts)} equal, KV of {moved} moved, "
+            f"{len(prompts) - len(wrong)} of {len(prompts)} equal, KV of {moved} moved in {runs} runs, "
             f"block pools {'at baseline' if clean else 'NOT at baseline'}"
         )
         preempted = sum("preempted" in (event["failure"] or "") for event in received)
