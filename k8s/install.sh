@@ -85,7 +85,8 @@ esac
 
 case $kind in
   checkout) packages= ;;
-  gpu*) packages=$(<"$gpu_lock") ;;
+  # For pip, 2.13.0+cpu satisfies ==2.13.0 and is newer.
+  gpu*) packages=$(sed -E 's/^(torch[a-z]*)==(.*)/&,!=\2+cpu/' "$gpu_lock") ;;
   *) choose_torch ;;
 esac
 if [[ $kind == cpu ]]; then packages=$(without "$here/k8s/development-only.txt" <<<"$packages"); fi

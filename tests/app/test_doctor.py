@@ -412,6 +412,18 @@ def test_gpudirect(
     assert about_memory(ServiceSettings()) == []
 
 
+def test_memory_that_rdma_cannot_pin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without RDMA, nothing is pinned."""
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (2**26, 2**26))
+
+    def failed() -> list[str]:
+        return [one.what for one in machine.check_ucx_devices(ServiceSettings(), tmp_path / "rdma") if not one.ok]
+
+    assert failed() == []
+    (tmp_path / "rdma" / "mlx5_0").mkdir(parents=True)
+    assert failed() == ["only 64 MiB of memory may be pinned (RLIMIT_MEMLOCK)"]
+
+
 @pytest.mark.parametrize(
     ("peers", "pods", "own_pids", "rdma", "failed"),
     [

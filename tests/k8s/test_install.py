@@ -35,7 +35,22 @@ def publish(index: Path, packages: dict[str, str]) -> None:
             page.write(f'<!DOCTYPE html><a href="{file}">{file}</a>\n')
 
 
-def install(folder: Path, torch_index: str) -> subprocess.CompletedProcess[str]:
+def environment(folder: Path) -> Path:
+    """Create a virtual environment with this one's pip; return its packages' folder."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    (packages,) = (folder / "venv").glob("lib/python3*/site-packages")
+    for part in Path(sysconfig.get_path("purelib")).iterdir():
+        if part.name.startswith((*TOOLS, "_distutils_hack")):
+            (packages / part.name).symlink_to(part)
+    return packages
+
+
+def installed(packages: Path) -> dict[str, str]:
+    found = dict(path.stem.replace("_", "-").rsplit("-", 1) for path in packages.glob("*.dist-info"))
+    return {name: version for name, version in found.items() if name not in TOOLS}
+
+
+def install(folder: Path, torch_index: str, kind: str = "cpu") -> subprocess.CompletedProcess[str]:
     """Run the script as the image does, with `folder/index` as the package index, in a checkout
     with small locks.
     """
@@ -44,11 +59,13 @@ def install(folder: Path, torch_index: str) -> subprocess.CompletedProcess[str]:
     for name in ("install.sh", "development-only.txt", "torch-from-pypi.txt"):
         shutil.copy(ROOT / name, checkout / "k8s")
     (checkout / "requirements-cpu.lock").write_text("nixl==1.5.1\npytest==9.2.0\ntorch==2.13.0+cpu\n")
-    (checkout / "requirements-gpu.lock").write_text("".join(f"{name}==13.0\n" for name in (*EXTRA, "triton")))
+    (checkout / "requirements-gpu.lock").write_text(
+        "".join(f"{name}==13.0\n" for name in (*EXTRA, "triton")) + "torch==2.13.0\n"
+    )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
     ours = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": (folder / "index").as_uri(), "TORCH_CPU_INDEX": torch_index}
     command = [str(checkout / "k8s/install.sh"), str(folder / "venv")]
-    ended = subprocess.run([*command, "cpu"], env=kept | ours, capture_output=True, text=True, check=False)
+    ended = subprocess.run([*command, kind], env=kept | ours, capture_output=True, text=True, check=False)
     if ended.returncode == 0:
         (checkout / "pyproject.toml").write_text(PROJECT)
         subprocess.run([*command, "checkout"], env=kept | ours, capture_output=True, text=True, check=True)
@@ -74,18 +91,23 @@ def test_where_torch_comes_from(
     """
     publish(tmp_path / "index", {"nixl": "1.5.1", "triton": "13.0", **EXTRA, **configured})
     publish(tmp_path / "pytorch", {"nixl": "9", **(pytorch or {})})
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
-    (packages,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
-    for part in Path(sysconfig.get_path("purelib")).iterdir():
-        if part.name.startswith((*TOOLS, "_distutils_hack")):
-            (packages / part.name).symlink_to(part)
+    packages = environment(tmp_path)
     ended = install(tmp_path, f"http://127.0.0.1:{free_port()}" if pytorch is None else (tmp_path / "pytorch").as_uri())
-    found = dict(path.stem.replace("_", "-").rsplit("-", 1) for path in packages.glob("*.dist-info"))
-    installed = {name: version for name, version in found.items() if name not in TOOLS}
-    assert installed == ({} if expected is None else {"nixl": "1.5.1", "tandem": "1", **expected}), ended.stderr
+    assert installed(packages) == ({} if expected is None else {"nixl": "1.5.1", "tandem": "1", **expected}), (
+        ended.stderr
+    )
     assert message in ended.stdout + ended.stderr
     assert ("PyTorch's package index does not answer: http://127.0.0.1" in ended.stdout) == (pytorch is None)
     assert (ended.returncode == 0) == (expected is not None)
+
+
+def test_an_engine_with_gpus_gets_no_cpu_wheel_of_torch(tmp_path: Path) -> None:
+    """To pip, 2.13.0+cpu is the newest 2.13.0 where the index has both."""
+    publish(tmp_path / "index", {**EXTRA, "triton": "13.0", **CPU})
+    publish(tmp_path / "index", CUDA)
+    packages = environment(tmp_path)
+    ended = install(tmp_path, "", "gpu")
+    assert installed(packages) == {"tandem": "1", "triton": "13.0", **EXTRA, **CUDA}, ended.stderr
 
 
 def test_another_python_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from connectors.errors import FailedWriteError, TransportError
 from connectors.planning.layout import MemoryKind
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
-from connectors.vllm_hma.worker_side import writes
+from connectors.vllm_hma.worker_side import runtime, writes
 from testing.connector_state import snapshot
 from tests.vllm_contract.test_preemption_fence import Clock
 from tests.vllm_contract.workers import (
@@ -25,6 +25,7 @@ from tests.vllm_contract.workers import (
     Scripted,
     Worker,
     compute,
+    posted,
     receive,
     results,
     scripted,
@@ -170,6 +171,22 @@ def test_a_preemption_waits_for_unposted_slices(
     producer.step(chunks=[WHOLE])
     assert results(consumer) == ARRIVED
     assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("memory", ["VRAM", "DRAM"])
+def test_a_post_from_a_device_is_polled_without_pauses(worker: Callable[..., Worker], memory: str) -> None:
+    """For a bounded time: RDMA writes from a device end within microseconds."""
+    producer = worker("p", transport_class=Scripted, memory_kind=MemoryKind(memory, 0))
+    scripted(producer).held = True
+    worker("c").step(receives=[receive(producer.address)])
+    compute(producer)
+    until(lambda: posted(producer))
+    pauses = []
+    for posted_at in (float("inf"), float("-inf")):  # just now, long ago
+        producer.runtime._writes.posted_at = posted_at  # noqa: SLF001
+        pauses.append(producer.runtime._pause_s())  # noqa: SLF001
+    on_device = [runtime._SPIN_PAUSE_S, runtime._BUSY_S]  # noqa: SLF001
+    assert pauses == (on_device if memory == "VRAM" else [runtime._BUSY_S] * 2)  # noqa: SLF001
 
 
 def test_a_slow_write_is_logged_once(
