@@ -11,7 +11,7 @@ from actors.upstream.ray_private import replica_results
 
 logger = logging.getLogger(__name__)
 
-LOG_EVERY_S = 30.0
+LOG_EVERY_S = 300.0
 """Minimum interval in seconds between warnings that Serve cannot call the replicas of a role."""
 
 _logged_at: dict[tuple[str, str], float] = {}

@@ -43,10 +43,11 @@ class ServedCall:
     """Whether the outputs of this call's next engine request pass through a `ReplayCollector`."""
     unfinished: bool = False
     """Whether another engine continues the answer, unless the first token ends it."""
-    emitted: deque[TokenGroup] = field(default_factory=deque)
-    """Token groups that vLLM's frontend has to process before the engine's own first output."""
+    emitted: deque[int] = field(default_factory=deque)
+    """Tokens that vLLM's frontend has to process before the engine's own first output."""
     prefilled: int = 0
-    """Number of tokens of `replay` that the engine computes with the prompt, for the next chunk."""
+    """Number of tokens of `replay` that the engine computes with the prompt."""
+    _recorded: int = 0
     _sampled: bool = False
     _new: deque[TokenGroup] = field(default_factory=deque)
     _began: bool = False
@@ -59,6 +60,12 @@ class ServedCall:
     def record(self, tokens: Sequence[int]) -> None:
         if tokens:
             self._new.append(tuple(tokens))
+            self._recorded += len(tokens)
+
+    @property
+    def repeats(self) -> bool:
+        """True while the outputs so far are of prefilled tokens: the engine may not have the KV."""
+        return 0 < self.prefilled >= self._recorded
 
     def sampled(self) -> None:
         """Make the next chunk a StreamChunk, even if no token group is recorded."""
@@ -84,7 +91,7 @@ class ServedCall:
         if self.prompt_tokens is not None:
             prompt_tokens, self.prompt_tokens = self.prompt_tokens, None
             return FirstTokenChunk(body, groups, timings, prompt_tokens, digest, source)
-        prefilled, self.prefilled = self.prefilled, 0
+        prefilled = self.prefilled if groups and self._recorded == sum(map(len, groups)) else 0
         return TokenChunk(body, groups, timings, digest, source, prefilled)
 
     def fail(self, why: str) -> TandemError:

@@ -27,7 +27,7 @@ from actors.engine.node_failures import new_engine_id
 from actors.engine.startup.gpu_defaults import set_gpu_defaults
 from actors.errors import CannotResumeError, EngineDownError, EngineStartError
 from actors.replay_log import ServedCall
-from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart
+from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart, StreamChunk
 from actors.telemetry.timestamps import CallTimestamps
 from actors.upstream.vllm_processes.fork_server import may_fork, use_fork_server
 from configs.settings.base import HiddenText, RoleName
@@ -221,6 +221,7 @@ class VllmEngine:
             timestamps=CallTimestamps(began_at),
         )
         streams = False
+        repeated: list[bytes | StreamChunk] = []
         try:
             with self.heartbeats(rank, notices.beat):
                 async with aclosing(call_asgi(self._app, call, context=served.context(), notices=notices)) as answer:
@@ -229,12 +230,19 @@ class VllmEngine:
                         served.check()
                         match item:
                             case bytes():
-                                yield served.chunk(item)
+                                # A chunk with tokens shows that this engine has the prompt's KV.
+                                repeated.append(served.chunk(item))
+                                if not served.repeats:
+                                    for one in repeated:
+                                        yield one
+                                    repeated.clear()
                             case ResponseStart(streams=False):
                                 yield ResponseStart(item.status, item.headers, served.timestamps.take_timings())
                             case _:
                                 streams = streams or isinstance(item, ResponseStart)
                                 yield item
+                    for one in repeated:
+                        yield one
         except Exception as error:
             # In a started stream, vLLM's responses API raises EngineDeadError to its caller
             # (vllm/entrypoints/openai/responses/api_router.py). The router can retry after

@@ -137,7 +137,7 @@ class Relay:
         items, call, splice, ready = self._items, self._call, self._splice, b""
         try:
             try:
-                while items or call.has_items:
+                while not splice.done and (items or call.has_items):
                     item = items.popleft() if items else call.pop()
                     ready += splice.feed(item)
                     self._progressed = True

@@ -27,7 +27,7 @@ from actors.request import TRANSFER_FIELD
 from actors.telemetry.timestamps import KvArrivals
 
 BURST = 32
-"""Number of emitted token groups to process before other tasks run."""
+"""Number of emitted tokens to process before other tasks run."""
 
 
 class SharedRequestOutputs(OutputProcessor):
@@ -81,9 +81,6 @@ class SharedRequestOutputs(OutputProcessor):
             served: ServedCall | None = getattr(state, "served", None)
             if state is not None and state.is_prefilling and served is not None:
                 aborted += self._process_emitted(state, served, len(served.emitted))
-                if stats is not None and served.replay:
-                    # Excludes cached tokens of the answer.
-                    state.remote_prefill_cached_tokens = min(stats.num_cached_tokens, state.prompt_len)
                 if state.output_kind is RequestOutputKind.FINAL_ONLY and output.finish_reason is None:
                     served.sampled_first()
             if state is not None and stats is not None and stats.num_external_cached_tokens:
@@ -125,9 +122,9 @@ class SharedRequestOutputs(OutputProcessor):
     def _process_emitted(self, state: Any, served: ServedCall, most: int) -> list[str]:
         aborted: list[str] = []
         for _ in range(min(most, len(served.emitted))):
-            output = EngineCoreOutput(state.request_id, list(served.emitted.popleft()))
+            output = EngineCoreOutput(state.request_id, [served.emitted.popleft()])
             aborted += super().process_outputs([output]).reqs_to_abort
-        # vLLM's statistics and counts of cached tokens begin with the engine's own first output.
+        # vLLM's statistics begin with the engine's own first output.
         state.is_prefilling = True
         return aborted
 

@@ -207,7 +207,7 @@ class ReplayingLLM(AsyncLLM):
                         raise lost if call is None else call.end(lost)
                     if call is not None and any(one.token_ids for one in output.outputs):
                         call.sampled()
-                    if timestamps is not None:
+                    if timestamps is not None and (output.metrics is None or output.metrics.scheduled_ts):
                         timestamps.first_token(output.metrics, self.arrivals.take(timestamps.request_id))
                     if served is not None:
                         served.record(output.outputs[0].token_ids)
@@ -246,7 +246,7 @@ class ReplayingLLM(AsyncLLM):
         if (
             served
             and replayed
-            and params.logprobs is not None
+            and params.num_logprobs is not None
             and self.model_config.logprobs_mode.startswith("processed")
         ):
             raise served.fail(
@@ -260,7 +260,7 @@ class ReplayingLLM(AsyncLLM):
         if served and replayed:
             if self._prefills(params):
                 # The sampler repeats the last token, which may end the answer.
-                served.emitted.extend(group for group in (*served.replay[:-1], served.replay[-1][:-1]) if group)
+                served.emitted.extend(replayed[:-1])
                 served.prefilled = len(replayed) - 1
                 extra |= {EMITTED_TOKENS: replayed[:-1], FORCED_TOKENS: replayed[-1:]}
             else:
@@ -273,12 +273,12 @@ class ReplayingLLM(AsyncLLM):
         """Return whether computing the sent tokens with the prompt changes no later token."""
         seeded = params.sampling_type is SamplingType.RANDOM_SEED
         return (
-            params.logprobs is None
+            params.num_logprobs is None
             and params.prompt_logprobs is None
             # vLLM finds the end of a reasoning in the tokens of each step.
             and not (params.structured_outputs and self.vllm_config.structured_outputs_config.reasoning_parser)
-            # The V1 runner's generator draws numbers in each step.
-            and (self.vllm_config.use_v2_model_runner or not seeded)
+            # In the V1 runner, generators draw and thinking budgets read tokens in each step.
+            and (self.vllm_config.use_v2_model_runner or not (seeded or params.thinking_token_budget is not None))
         )
 
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
@@ -298,7 +298,12 @@ class ReplayingLLM(AsyncLLM):
             self._outputs.unfinished.discard(request.request_id)
             raise
         if served is not None and served.emitted:
-            await self.engine_core.abort_requests_async(await self._outputs.restore(request.request_id))
+            try:
+                await self.engine_core.abort_requests_async(await self._outputs.restore(request.request_id))
+            except BaseException:
+                # `generate` has no queue yet, so it would not abort the request.
+                await self.abort(request.request_id, internal=True)
+                raise
 
 
 def _prompt_digest(request: EngineCoreRequest) -> bytes | None:

@@ -125,6 +125,9 @@ class Generate:
             finally:
                 record.keep(answer, over=True)
         except Exception:
+            if answer is not None:
+                answer.close()  # `stop` may wait for a client that reads nothing
+                answer = None
             await keep_alive.stop()  # an error event follows
             raise
         finally:

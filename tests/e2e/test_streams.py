@@ -5,6 +5,7 @@ The campaign `cuts` interrupts each kind at every token, `streams` kills real en
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from actors.engine.vllm_engine import VllmEngine
 from actors.errors import CannotResumeError
+from actors.replay_log import ServedCall
 from actors.request import Call, ReplayLog, TokenChunk
 from app.demo.paths import MODEL_DIR
 from configs.settings.service import ServiceSettings
@@ -109,6 +111,40 @@ async def test_sent_tokens_are_computed_with_the_prompt(engine: VllmEngine, kind
     resumed = await chunks(tuple(whole[:20]))
     assert [group for chunk in resumed for group in chunk.groups][:20] == whole[:20]
     assert resumed[0].prefilled == (sum(map(len, whole[:20])) - 1 if prefilled else 0)
+
+
+async def test_a_client_leaves_while_its_stream_resumes(engine: VllmEngine) -> None:
+    """vLLM's frontend has not processed all sent tokens, and must abort the request."""
+    endpoint, body = completion(temperature=0, ignore_eos=True, max_tokens=900)
+    call = Call("POST", endpoint, HEADERS, json.dumps(body).encode(), tuple((7,) for _ in range(800)))
+    states = engine._llm.output_processor.request_states  # noqa: SLF001 - no public way to them
+
+    async def run() -> None:
+        async for _ in engine.serve(call):
+            pass
+
+    running = asyncio.create_task(run())
+    while not states:  # noqa: ASYNC110 - vLLM has no event of a request's registration
+        await asyncio.sleep(0)
+    (served,) = [state.served for state in states.values()]
+    await asyncio.sleep(0)
+    assert 0 < len(served.emitted) < 799
+    running.cancel()
+    await asyncio.wait([running])
+    assert states == {}
+    while not await engine._llm.reset_prefix_cache():  # noqa: ASYNC110, SLF001 - fails while a request runs
+        await asyncio.sleep(0.05)
+
+
+def test_chunks_of_sent_tokens_are_held_back() -> None:
+    """A chunk with tokens shows that the engine has the prompt's KV."""
+    served = ServedCall(prefilled=2)
+    held = [served.repeats]
+    for token in (1, 2, 3):
+        served.record((token,))
+        held.append(served.repeats)
+    assert held == [True, True, True, False]
+    assert not ServedCall().repeats
 
 
 async def test_a_stream_without_a_seed_keeps_what_was_sent(engine: VllmEngine) -> None:

@@ -251,6 +251,10 @@ class Attempt:
         ``tokens``    number of tokens of decode's answer
         ``complete``  whether the call has sent its answer: it then ends by itself, within LATE_S
         """
+        if self._slot is not None:
+            # The client of a complete answer may send its next request before the call has ended.
+            (pool, slot), self._slot = self._slot, None
+            pool.give_back(slot)
         if complete and not self.call.over:
             self.call.reader = partial(self._close_late, tokens)
             self._late = asyncio.get_running_loop().call_later(LATE_S, self._close_late, tokens)
@@ -267,9 +271,6 @@ class Attempt:
                 self._fleet.metrics.discards.inc()
         self._give_back_prefill()
         self.accounted.set()
-        if self._slot is not None:
-            (pool, slot), self._slot = self._slot, None
-            pool.give_back(slot)
         self._report_prefilled()
         if self._inflight is not None:
             self._planner.ended(self._inflight, _now(), tokens, broken=not self._answered)

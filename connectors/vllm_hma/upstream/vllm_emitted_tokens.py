@@ -37,9 +37,11 @@ def restore_output(request: Request) -> None:
     if not tokens or request.num_output_tokens:
         return
     request.append_output_token_ids(tokens)
+    # vLLM asserts that a new request has no KV beyond its prompt.
+    request.prefill_stats = None
     if (structured := request.structured_output_request) is not None:
         compiled = structured._grammar  # noqa: SLF001 - see the module's sources
-        assert isinstance(compiled, Future), "vLLM's structured_output_manager.grammar_init returns a future"
+        assert isinstance(compiled, Future), "vLLM compiles no grammar in a thread (external_launcher)"
         structured.grammar = _advanced(compiled, request.request_id, tokens)
 
 
@@ -51,7 +53,8 @@ def _advanced(
     def advance(_: Future[StructuredOutputGrammar]) -> None:
         try:
             grammar = compiled.result()
-            grammar.accept_tokens(request_id, tokens)
+            if not grammar.accept_tokens(request_id, tokens):
+                raise ValueError(f"the grammar of request {request_id} rejects tokens that another engine emitted")
         except Exception as error:  # vLLM fails the request with it
             advanced.set_exception(error)
         else:

@@ -39,6 +39,7 @@ from connectors.protocol.agent_metadata import AgentMetadata
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
+from connectors.vllm_hma.upstream.vllm_emitted_tokens import emitted_tokens
 from testing.connector_state import snapshot
 from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
 from tests.vllm_contract.workers import IDENTITY, layout_of
@@ -353,7 +354,8 @@ class Engine:
         before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for new in output.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
-            self.known_tokens[new.req_id] = len(new.prompt_token_ids)
+            emitted = len(emitted_tokens(new.sampling_params))
+            self.known_tokens[new.req_id] = len(new.prompt_token_ids) + emitted
         for request_id, outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True):
             request = self.scheduler.requests.get(request_id)
             if request_id in cached.resumed_req_ids and request is not None:
