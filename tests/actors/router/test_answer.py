@@ -5,13 +5,18 @@ together.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actors.errors import EngineDownError, EngineError
-from actors.request import Call, Heartbeat, ResponseStart, StreamChunk, TokenChunk
+from actors.request import Call, FirstTokenChunk, Heartbeat, ResponseStart, StreamChunk, TokenChunk
+from actors.router.relay import Relay, StreamClock
+from actors.router.splice import Splice
+from actors.telemetry.router_metrics import RouterMetrics
 from testing.answers import body_of
 from tests.actors.behaviours import EVENTS, fleet, request, well
 from tests.actors.fleet import SOURCE, at_rest
@@ -144,3 +149,15 @@ async def test_nothing_that_came_before_an_error_is_lost() -> None:
         await read()
     assert b"".join(found).count(b"data: ") == 6
     await at_rest(p, d)
+
+
+async def test_nothing_is_read_after_the_last_event() -> None:
+    """Prefill's only token has ended the answer, before decode refuses the request."""
+    events = b'data: {"t":1}\n\n', b'data: {"finish":"length"}\n\ndata: [DONE]\n\n'
+    first = FirstTokenChunk(events[0], ((5,),), None, 3, b"digest", SOURCE)
+    items = deque([first, events[1], ResponseStart(400, ((b"content-type", b"application/json"),)), b"{}"])
+    call: Any = SimpleNamespace(has_items=False, over=False, error=None, heard=False, reader=None)
+    writer: Any = SimpleNamespace(paused=False, on_resume=None, write=None)
+    relay = Relay(call, items, Splice(True, RouterMetrics()), writer, 10, 10)
+    await relay.run(StreamClock())
+    assert relay.last == b"".join(events)

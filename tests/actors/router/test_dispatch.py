@@ -575,6 +575,7 @@ async def test_an_answer_does_not_wait_for_prefills_report(stream: bool):
     router = router_of(LIMITS, p, d)
     answer, _ = await ask(router, request(stream))
     assert (answer.route, answer.prompt_tokens) == ("remote", None)
+    assert (d.taken, d.running) == (0, 1), "the client's next request needs the slot"
     ended.set()
     await at_rest(p, d)
     assert (answer.prompt_tokens, counted(router, "tandem_prefill_legs_total", outcome="done")) == (17, 1)

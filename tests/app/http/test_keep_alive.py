@@ -92,6 +92,35 @@ async def served(
     return client, router
 
 
+async def test_an_error_closes_the_answer_of_a_client_that_reads_nothing() -> None:
+    """The client takes a comment for longer than the deadline of the first token."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        yield b": ping\n\n"
+        while True:
+            await asyncio.sleep(0.05)
+            yield Heartbeat()
+
+    class Stuck(Recorder):
+        async def send(self, message: dict[str, Any]) -> None:
+            await super().send(message)
+            if self.pieces and not reads.is_set():
+                await reads.wait()
+
+    router, _, d = fleet([], [serve])
+    router.limits = LIMITS.model_copy(update={"keep_alive_s": 0.1, "first_token_timeout_s": 0.5, "idle_timeout_s": 4.0})
+    client, reads, loop = Stuck(request()), asyncio.Event(), asyncio.get_running_loop()
+    http: Any = build_http(cast(Any, router))
+    began_at = loop.time()
+    asking = asyncio.create_task(http(client.scope, client.receive, client.send))
+    while not d.calls or d.taken:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert loop.time() - began_at < 1.0
+    reads.set()
+    await asyncio.wait_for(asking, 20)
+
+
 def error_of(body: bytes) -> dict[str, Any]:
     """The error of a stream that holds nothing else, followed by `[DONE]`, as in vLLM's streams."""
     event, done = body.replace(COMMENT, b"").split(b"\n\n", 1)
