@@ -155,7 +155,7 @@ async def test_nothing_is_read_after_the_last_event() -> None:
     """Prefill's only token has ended the answer, before decode refuses the request."""
     events = b'data: {"t":1}\n\n', b'data: {"finish":"length"}\n\ndata: [DONE]\n\n'
     first = FirstTokenChunk(events[0], ((5,),), None, 3, b"digest", SOURCE)
-    items = deque([first, events[1], ResponseStart(400, ((b"content-type", b"application/json"),)), b"{}"])
+    items: Any = deque([first, events[1], ResponseStart(400, ((b"content-type", b"application/json"),)), b"{}"])
     call: Any = SimpleNamespace(has_items=False, over=False, error=None, heard=False, reader=None)
     writer: Any = SimpleNamespace(paused=False, on_resume=None, write=None)
     relay = Relay(call, items, Splice(True, RouterMetrics()), writer, 10, 10)
