@@ -53,7 +53,7 @@ class SharedRequestOutputs(OutputProcessor):
         processor.unfinished = set()
 
     def add_request(self, request: EngineCoreRequest, *args: Any, **options: Any) -> None:
-        """Register a request. Of several choices (`n`), the first one's receives the KV."""
+        """Register a request. The first of several choices (`n`) receives the KV."""
         served = SERVED_CALL.get()
         first = served is not None and served.timestamps.request_id is None
         if served is not None and first:

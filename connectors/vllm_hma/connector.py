@@ -327,7 +327,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.finished(request) if self.transfers else (False, None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Called by vLLM's MultiConnector if another child lacks HMA support: there is one group."""
+        """Accept one group, for a MultiConnector of which another child lacks HMA support."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
