@@ -140,13 +140,14 @@ class Clients(threading.Thread):
         while not self._over:
             load, stream = self.load, rng.random() < 0.7
             try:
-                await self._ask(stream, rng.choice((200, 16_000)))
-                load.outcomes["stream" if stream else "whole"] += 1
+                route = await self._ask(stream, rng.choice((200, 16_000)))
+                load.outcomes[f"{'stream' if stream else 'whole'}, {route}"] += 1
             except (OSError, TimeoutError, ValueError) as error:
                 load.failed[f"{type(error).__name__}: {str(error)[:200]}"] += 1
             await asyncio.sleep(rng.uniform(0, 0.05))
 
-    async def _ask(self, stream: bool, size: int) -> None:
+    async def _ask(self, stream: bool, size: int) -> str:
+        """Return the route of a whole answer: local if the engines' release has no split calls."""
         data = body(size, TOKENS, PACE_MS)
         if not stream:
             data = data.replace(b'"stream": true', b'"stream": false')
@@ -158,8 +159,10 @@ class Clients(threading.Thread):
             finally:
                 writer.transport.abort()
         complete = answer.count(b"made_ns") == TOKENS and b"[DONE]" in answer if stream else b'"usage"' in answer
-        if not answer.startswith(b"HTTP/1.1 200 ") or b"x-tandem-route: remote" not in answer.lower() or not complete:
+        route = re.search(rb"x-tandem-route: (\w+)", answer)
+        if not answer.startswith(b"HTTP/1.1 200 ") or route is None or not complete:
             raise ValueError(f"not a whole answer: {answer[:150]!r} ... {answer[-80:]!r}")
+        return route[1].decode()
 
 
 @dataclass(frozen=True)
@@ -208,8 +211,10 @@ def settled(url: str, expected: int) -> Connections:
 
 
 def agree(found: Connections, expected: int) -> bool:
-    """Return whether each engine has a connection of the expected version to each router."""
-    return len(found) == 2 * REPLICAS and all(versions in (None, (expected,) * REPLICAS) for _, versions in found)
+    """Return whether each engine has connections of the expected version to all routers."""
+    return len(found) == 2 * REPLICAS and all(
+        versions is None or (set(versions) == {expected} and len(versions) >= REPLICAS) for _, versions in found
+    )
 
 
 def restart(older: Release, later: Release, clients: int, settle_s: float, loads: list[Load], wrong: list[str]) -> None:
