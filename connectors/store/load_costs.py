@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 # Latest transfers and copies, steps, and loads of a tier that the estimates use.
 SAMPLES, STEPS, LOADS = 16, 32, 8
 
-# Declined loads between two trials of a slow tier; the number doubles with each trial.
-FIRST_PAUSE, LONGEST_PAUSE = 4, 64
+# Declined loads after which the measurements of loads are discarded, so that the next one loads:
+# a tier that is never read would keep the rate of its worst time.
+TRY_AGAIN_AFTER = 32
 
 
 class LoadCosts:
@@ -26,10 +27,11 @@ class LoadCosts:
     """
 
     def __init__(self) -> None:
-        self._tiers: defaultdict[str, _Tier] = defaultdict(_Tier)
         # Seconds per byte.
+        self._tiers: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=LOADS))
         self._transfers: deque[float] = deque(maxlen=SAMPLES)
-        self._copies = _Rate(SAMPLES)
+        self._copies: deque[float] = deque(maxlen=SAMPLES)
+        self._declined = 0
         # Mean context of the tokens of a step, and seconds per token.
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS)
         # Seconds of a token without context, and per token of context; None: steps have changed.
@@ -37,11 +39,11 @@ class LoadCosts:
 
     def read(self, tier: str, size_bytes: int, seconds: float) -> None:
         """Record ended reads of a tier; ``size_bytes`` is 0 if no read has ended in ``seconds``."""
-        self._tiers[tier].record(seconds / size_bytes if size_bytes else math.inf)
+        self._tiers[tier].append(seconds / size_bytes if size_bytes else math.inf)
 
     def copied(self, size_bytes: int, seconds: float) -> None:
         if size_bytes > 0 and seconds > 0:
-            self._copies.record(seconds / size_bytes)
+            self._copies.append(seconds / size_bytes)
 
     def transferred(self, size_bytes: int, seconds: float) -> None:
         if size_bytes > 0 and seconds > 0:
@@ -67,54 +69,18 @@ class LoadCosts:
     def patience_s(self, sizes: Mapping[str, int], otherwise_s: float) -> float:
         """Return ``otherwise_s``, or 0 if a load of ``sizes`` would take at least as long.
 
-        After some results of 0, a slow tier is tried again, so a tier that recovers is used again.
-
         ``otherwise_s``  estimated time without the load; infinite: unknown, so the request loads
         """
         if math.isinf(otherwise_s):
             return otherwise_s
-        tiers = [(self._tiers[tier], size) for tier, size in sizes.items()]
-        left_s = otherwise_s - self._copies.seconds(sum(sizes.values()))
-        slow = [tier for tier, size in tiers if tier.seconds(size) >= left_s]
-        if not slow:
-            for tier, _ in tiers:
-                if not tier.on_trial:
-                    tier.pause, tier.declined = FIRST_PAUSE, 0
+        left_s = otherwise_s - sum(sizes.values()) * _median(self._copies)
+        if all(size * _median(self._tiers[tier]) < left_s for tier, size in sizes.items()):
             return otherwise_s
-        for tier in slow:
-            tier.declined += 1
-        if any(tier.declined <= tier.pause for tier in slow):
-            return 0.0
-        for tier in slow:
-            tier.pause, tier.declined, tier.on_trial = min(2 * tier.pause, LONGEST_PAUSE), 0, True
-        # Copies are on trial if the reads alone were fast enough.
-        self._copies.on_trial = any(tier.seconds(size) < otherwise_s for tier, size in tiers if tier in slow)
-        return otherwise_s
-
-
-class _Rate:
-    """Median of measurements, in seconds per byte; one ``on_trial`` replaces all earlier ones."""
-
-    def __init__(self, samples: int) -> None:
-        self.on_trial = False
-        self._samples: deque[float] = deque(maxlen=samples)
-
-    def record(self, byte_s: float) -> None:
-        if self.on_trial:
-            self._samples.clear()
-            self.on_trial = False
-        self._samples.append(byte_s)
-
-    def seconds(self, size_bytes: int) -> float:
-        return size_bytes * _median(self._samples) if self._samples else 0.0
-
-
-class _Tier(_Rate):
-    """Reads of a tier; loads declined since its last trial and before the next one."""
-
-    def __init__(self) -> None:
-        super().__init__(LOADS)
-        self.declined, self.pause = 0, FIRST_PAUSE
+        self._declined += 1
+        if self._declined % TRY_AGAIN_AFTER == 0:
+            self._tiers.clear()
+            self._copies.clear()
+        return 0.0
 
 
 def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -127,4 +93,4 @@ def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 def _median(values: Iterable[float]) -> float:
     ordered = sorted(values)
-    return ordered[len(ordered) // 2]
+    return ordered[len(ordered) // 2] if ordered else 0.0

@@ -11,7 +11,7 @@ only causes misses and dropped stores. Only the scheduler's thread calls ``KVSto
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
@@ -24,7 +24,6 @@ from connectors.store.tiers.lanes import Call, Lane
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging, slot_bytes
 
-_KEPT_CHANGES = 10_000
 _QUEUED_LOOKUPS, _QUEUED_READS, _QUEUED_WRITES = 256, 1024, 256
 _READ_THREADS, _WRITE_THREADS = 4, 2
 
@@ -70,8 +69,6 @@ class KVStore:
         self._writing_s: defaultdict[str, float] = defaultdict(float)
         # Number of stores that use a slot, by offset.
         self._stores: Counter[int] = Counter()
-        # Objects stored since the last `take_changes`; None unless `record_changes` was called.
-        self._stored: list[tuple[str, ObjectName]] | None = None
         for tier in self.tiers:
             # Read the eviction order in the background: lookups and reads do not need it.
             tier.writes.submit(partial(_open, tier.folder), time.monotonic() + settings.store_s)
@@ -117,7 +114,7 @@ class KVStore:
         call = tier.writes.submit(
             lambda call: tier.folder.write(name, view, deadline),
             deadline,
-            partial(self._written, tier.folder.label, name, offset),
+            partial(self._written, tier.folder.label, offset),
         )
         if call is None:
             return False
@@ -125,13 +122,10 @@ class KVStore:
         self._stores[offset] += 1
         return True
 
-    def _written(self, label: str, name: ObjectName, offset: int, call: Call) -> None:
+    def _written(self, label: str, offset: int, call: Call) -> None:
         self._release(offset)
         self._writing_s[label] += call.seconds
         self.counts["dropped_stores"] += not call.started
-        # The result is False if the object was already in the tier.
-        if self._stored is not None and call.result:
-            self._stored.append((label, name))
 
     def _release(self, offset: int) -> None:
         self._stores[offset] -= 1
@@ -147,20 +141,6 @@ class KVStore:
     def idle(self) -> bool:
         self.sweep()
         return all(lane.idle for tier in self.tiers for lane in tier.lanes)
-
-    def record_changes(self) -> None:
-        self._stored = []
-        for tier in self.tiers:
-            tier.folder.removed = deque(maxlen=_KEPT_CHANGES)
-
-    def take_changes(self) -> tuple[list[tuple[str, ObjectName]], list[tuple[str, ObjectName]]]:
-        """Return (tier label, object) of objects stored, and evicted or found corrupt."""
-        self.sweep()
-        stored, self._stored, removed = self._stored or [], [], []
-        for tier in self.tiers:
-            while tier.folder.removed:
-                removed.append((tier.folder.label, tier.folder.removed.popleft()))
-        return stored, removed
 
     def totals(self) -> dict[str, dict[str, float]]:
         self.sweep()

@@ -16,7 +16,6 @@ With ``store`` in the configuration, calls also go to the KV store's two sides (
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,6 @@ from connectors.errors import ConfigurationError
 from connectors.store.settings import parse_settings
 from connectors.vllm_hma.config import ConnectorConfig, parse_config, with_port_of_rank
 from connectors.vllm_hma.handshake.processes import process_start_s
-from connectors.vllm_hma.kv_store.events import reports_events
 from connectors.vllm_hma.kv_store.orders import RankCache
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
@@ -59,7 +57,6 @@ from connectors.vllm_hma.worker_side.worker import WorkerConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -145,9 +142,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             )
             if config.store is not None:
                 answers = vllm_config.speculative_config is None
-                self._store_scheduler = StoreScheduler(
-                    config.store, max_model_len, answers, reports_events(vllm_config)
-                )
+                self._store_scheduler = StoreScheduler(config.store, max_model_len, answers)
         else:
             # Refuse unsupported caches before vLLM allocates memory.
             group_shapes(vllm_config, kv_cache_config)
@@ -436,13 +431,6 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         return report
 
     # Metrics, on both sides.
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return the KV store's events; none without a store.
-
-        vLLM reports the blocks of received KV itself.
-        """
-        return [] if self._store_scheduler is None else self._store_scheduler.take_events()
 
     def get_kv_connector_stats(self) -> TandemStats | None:
         if self._scheduler is None:

@@ -96,19 +96,6 @@ COUNTERS = {
         "that loads a shorter prefix), dropped_store (an object, or its write to one tier, dropped before the write), "
         "failed_store (a write of an object to a tier).",
     ),
-    "child_queries": (
-        "vllm:tandem_child_queries",
-        "connector",
-        "Scheduled requests for which TandemMultiConnector has asked this child for KV. A preempted request counts "
-        "again. Queries that are neither hits nor misses: another child had the higher score.",
-    ),
-    "child_hits": ("vllm:tandem_child_hits", "connector", "Requests whose KV is loaded from this child."),
-    "child_hit_tokens": ("vllm:tandem_child_hit_tokens", "connector", "Tokens that are loaded from this child."),
-    "child_misses": (
-        "vllm:tandem_child_misses",
-        "connector",
-        "Requests for which this child had no tokens, or had not answered when the request was scheduled.",
-    ),
 }
 """Metric name, label and description, by key in ``TandemStats.data["counts"]``."""
 
@@ -132,11 +119,6 @@ HANGING = (
 STORE_LOADS = (
     "vllm:tandem_store_pending_loads",
     "Requests with a fetch from the KV store in progress: lookups, or reads of objects.",
-)
-CHILD_LOADS = (
-    "vllm:tandem_child_pending_loads",
-    "connector",
-    "Requests that wait for this child of a TandemMultiConnector: for its answer, or for its asynchronous load.",
 )
 _BY_PEER = ("pair_bytes", "pair_seconds")
 _STAGES = ("early", "live", "held", "queued", "connecting", "offered", "ending")
@@ -165,8 +147,6 @@ class TandemStats(KVConnectorStats):
                   start: both times are then its end
     ``fetches``   ``{request id: [began_at, ended_at]}``: start and end of the last fetch from the
                   KV store, on the same clock
-    ``pending``   ``{connector: number}``: requests that wait for a child of TandemMultiConnector,
-                  of each child with a change
     ``adapters``  ``{"<id> <path>": identity}`` of LoRA adapters whose identity is new or has
                   changed; empty if it is unknown or ranks differ
     """
@@ -176,7 +156,7 @@ class TandemStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        kept = ("counts", "ranks", "arrivals", "fetches", "pending", "adapters")
+        kept = ("counts", "ranks", "arrivals", "fetches", "adapters")
         self.data: dict[str, Any] = {name: {} for name in kept}
 
     def count(self, counter: str, label: str, number: float = 1) -> None:
@@ -210,7 +190,6 @@ class TandemStats(KVConnectorStats):
             for label, number in labels.items():
                 self.count(counter, label, number)
         self.data["ranks"] |= other.data["ranks"]
-        self.data["pending"] |= other.data["pending"]
         for request_id, arrival in other.data["arrivals"].items():
             self.arrived(request_id, *arrival)
         for request_id, times in other.data["fetches"].items():
@@ -224,7 +203,6 @@ class TandemStats(KVConnectorStats):
         found: dict[str, int | float] = {f"KV {end}": number for end, number in counts.get("requests", {}).items()}
         if "bytes" in counts:
             found["MB sent"] = round(sum(counts["bytes"].values()) / 1e6, 1)
-        found |= {f"tokens of {child}": number for child, number in counts.get("child_hit_tokens", {}).items()}
         return found
 
 
@@ -280,11 +258,8 @@ class TandemPromMetrics(KVConnectorPromMetrics):
             key: counter(name=name, documentation=text, labelnames=[*labelnames, label])
             for key, (name, label, text) in COUNTERS.items()
         }
-        by_label: list[Any] = [
-            gauge(name=name, documentation=text, labelnames=[*labelnames, label])
-            for name, label, text in (TRANSFERS, CHILD_LOADS)
-        ]
-        self._transfers, self._child_loads = by_label
+        name, label, text = TRANSFERS
+        self._transfers: Any = gauge(name=name, documentation=text, labelnames=[*labelnames, label])
         self._held_up: dict[str, Any] = {
             key: gauge(name=name, documentation=text, labelnames=labelnames)
             for key, (name, text) in (("quarantined", QUARANTINED), ("hanging", HANGING), ("store_loads", STORE_LOADS))
@@ -301,8 +276,6 @@ class TandemPromMetrics(KVConnectorPromMetrics):
                 if counter in _BY_PEER:
                     self._keep(engine_idx, label)
                 self._counters[counter].labels(*values, label).inc(number)
-        for child, number in transfer_stats_data.get("pending", {}).items():
-            self._child_loads.labels(*values, child).set(number)
         if not transfer_stats_data["ranks"]:
             return
         ranks = self._ranks.setdefault(engine_idx, {})

@@ -11,37 +11,21 @@ A child's score for a request is the product of its matched tokens and its weigh
 is loaded from the child with the highest score, among those that have answered. vLLM's
 MultiConnector instead waits until all children have answered, and selects the first child with a
 matched token. Both connectors store KV with all children.
-
-Metrics name a child by its class, and by its position in ``connectors`` (from 0) if the class is
-not the only one: ``TandemStoreConnector-1``.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, supports_hma
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-    PromMetric,
-    PromMetricT,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-    MultiConnector,
-    MultiKVConnectorPromMetrics,
-    MultiKVConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from connectors.errors import ConfigurationError
 from connectors.vllm_hma.connector import TandemConnector
-from connectors.vllm_hma.metrics import MetricHooks, TandemPromMetrics, TandemStats
 from connectors.vllm_hma.plugin import prepare_process
 
 if TYPE_CHECKING:
@@ -50,15 +34,10 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 prepare_process()
-
-_CHILDREN = "children"
-"""Key of this connector's own statistics among those of its children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,71 +49,6 @@ class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
     """
 
     children: tuple[KVConnectorHandshakeMetadata | None, ...]
-
-
-class ChildTally:
-    """Counts which child has answered and serves each request, on the scheduler side.
-
-    ``labels``  names of the children in metrics, in configured order
-    """
-
-    def __init__(self, labels: Sequence[str]) -> None:
-        self._labels = labels
-        self._stats = TandemStats()
-        # By id of each request that is not scheduled yet: the answers of all children, and whether
-        # the load would be asynchronous.
-        self._answers: dict[str, tuple[list[int | None], bool]] = {}
-        # Child by id of each request that waits for its asynchronous load.
-        self._loading: dict[str, str] = {}
-        self._pending = dict.fromkeys(labels, 0)
-
-    def answered(self, request_id: str, answers: list[int | None], load_async: bool) -> None:
-        self._answers[request_id] = answers, load_async
-
-    def scheduled(self, request_id: str, chosen: int | None, tokens: int) -> None:
-        # A request is scheduled twice, and asked once, if its load is asynchronous.
-        answers, load_async = self._answers.pop(request_id, ([], False))
-        for number, answer in enumerate(answers):
-            label = self._labels[number]
-            self._stats.count("child_queries", label)
-            if number == chosen and tokens:
-                self._stats.count("child_hits", label)
-                self._stats.count("child_hit_tokens", label, tokens)
-                if load_async:
-                    self._loading[request_id] = label
-            elif not answer:
-                self._stats.count("child_misses", label)
-
-    def arrived(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self._loading.pop(request_id, None)
-
-    def finished(self, request_id: str) -> None:
-        """Forget a request. One that was never scheduled is not counted."""
-        self._answers.pop(request_id, None)
-        self._loading.pop(request_id, None)
-
-    def take(self) -> TandemStats | None:
-        waits = Counter(self._loading.values())
-        for answers, _ in self._answers.values():
-            waits.update(label for label, answer in zip(self._labels, answers, strict=True) if answer is None)
-        pending = {label: waits[label] for label in self._labels}
-        self._stats.data["pending"] = dict(pending.items() - self._pending.items())
-        self._pending = pending
-        if self._stats.is_empty():
-            return None
-        taken, self._stats = self._stats, TandemStats()
-        return taken
-
-
-class ChildPromMetrics(MultiKVConnectorPromMetrics):
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for label, stats in transfer_stats_data.items():
-            kind = _kind_of(label)
-            if isinstance(self._prom_metrics.get(kind), TandemPromMetrics):
-                # Children share the metrics: a rank of one child must not replace that of another.
-                stats = stats | {"ranks": {f"{label} {rank}": counts for rank, counts in stats["ranks"].items()}}
-            super().observe({kind: stats}, engine_idx)
 
 
 class TandemMultiConnector(MultiConnector):
@@ -154,9 +68,6 @@ class TandemMultiConnector(MultiConnector):
         self._weights = _parse_weights(transfer)
         self._not_loaded: set[int] = set()
         super().__init__(vllm_config, role, kv_cache_config)
-        kinds = [type(child).__name__ for child in self._connectors]
-        self._labels = [kind if kinds.count(kind) == 1 else f"{kind}-{number}" for number, kind in enumerate(kinds)]
-        self._tally = ChildTally(self._labels)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Select the child with the highest score that has answered, and return its result.
@@ -171,10 +82,8 @@ class TandemMultiConnector(MultiConnector):
         """
         best, chosen, answered, waits = 0.0, None, False, False
         found: tuple[int, bool] = (0, False)
-        answers: list[int | None] = []
         for number, (child, weight) in enumerate(zip(self._connectors, self._weights, strict=True)):
             tokens, load_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
-            answers.append(tokens)
             if tokens is None:
                 waits = waits or isinstance(child, TandemConnector)
                 continue
@@ -185,27 +94,7 @@ class TandemMultiConnector(MultiConnector):
         self._requests_to_connector.pop(request.request_id, None)
         if chosen is not None:
             self._requests_to_connector[request.request_id] = chosen
-        self._tally.answered(request.request_id, answers, found[1])
         return (None, False) if not answered or (waits and chosen is None) else found
-
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        chosen = self._requests_to_connector.get(request.request_id)
-        self._tally.scheduled(request.request_id, chosen, num_external_tokens)
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._tally.arrived(connector_output.finished_recving or ())
-        super().update_connector_output(connector_output)
-
-    def request_finished(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._tally.finished(request.request_id)
-        return super().request_finished(request, blocks)
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        self._tally.finished(request.request_id)
-        return super().request_finished_all_groups(request, block_ids)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         children = tuple(child.get_handshake_metadata() for child in self._connectors)
@@ -244,47 +133,6 @@ class TandemMultiConnector(MultiConnector):
         found, self._not_loaded = self._not_loaded | super().get_block_ids_with_load_errors(), set()
         return found
 
-    # Metrics. vLLM's MultiConnector adds up the statistics of children of one class.
-
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        found = MultiKVConnectorStats()
-        for label, child in zip(self._labels, self._connectors, strict=True):
-            if (stats := child.get_kv_connector_stats()) is not None:
-                found[label] = stats
-        if (own := self._tally.take()) is not None:
-            found[_CHILDREN] = own
-        return found if found.data else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        found = MultiKVConnectorStats()
-        for label, stats in (data or {}).items():
-            if isinstance(stats, KVConnectorStats):  # not serialized, within one process
-                found[label] = stats
-                continue
-            kind = _kind_of(label)
-            if kind == _CHILDREN:
-                found[label] = MetricHooks.build_kv_connector_stats(stats)
-                continue
-            built = super().build_kv_connector_stats({kind: stats})
-            if built is not None and kind in built.data:
-                found[label] = built.data[kind]
-        return found
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
-        arguments = (vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        built = super().build_prom_metrics(*arguments)
-        assert isinstance(built, MultiKVConnectorPromMetrics)
-        own = {_CHILDREN: MetricHooks.build_prom_metrics(*arguments)}
-        return ChildPromMetrics(*arguments, built._prom_metrics | own)  # noqa: SLF001 - a subclass
-
     def _read_load_errors(self) -> None:
         """Collect the block ids of failed loads; if there are any, spoil the step.
 
@@ -298,10 +146,6 @@ class TandemMultiConnector(MultiConnector):
         for child in self._connectors:
             if isinstance(child, TandemConnector):
                 child.spoil()
-
-
-def _kind_of(label: str) -> str:
-    return label.partition("-")[0]
 
 
 def _of_child(metadata: KVConnectorHandshakeMetadata, number: int) -> KVConnectorHandshakeMetadata | None:

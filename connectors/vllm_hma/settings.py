@@ -52,8 +52,7 @@ class TransferOptions(Settings):
     streaming: Literal["auto", "chunk", "layer"] = Field(
         "auto",
         description="chunk: prefill sends KV after each chunk of the prompt; layer: the last chunk also layer by "
-        "layer; auto: the cheaper one by measurement, or chunk on an accelerator. Always chunk with ubatching or KV "
-        "of drafts",
+        "layer; auto: layer, or chunk on an accelerator. Always chunk with ubatching or KV of drafts",
     )
     trace_path: str = Field("", description="file to which each transfer event is appended as a JSON line; empty: none")
     handshake_s: Seconds = Field(

@@ -32,7 +32,6 @@ from connectors.vllm_hma.model.weights import digest_file
 from connectors.vllm_hma.orders import Chunk, Orders
 from connectors.vllm_hma.upstream.vllm_adapter_loads import watch_adapter_loads
 from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
-from connectors.vllm_hma.worker_side.last_chunks import Streaming
 from connectors.vllm_hma.worker_side.worker import WorkerConnector
 from testing.adapters import ADAPTED, RANK, lora_adapter
 from tests.vllm_contract import scheduler_sides as sides
@@ -255,10 +254,10 @@ def test_both_requests_of_a_transfer_name_the_loaded_content(tmp_path: Path, old
     assert len({*digests(strange, strange), *digests(strange, strange)}) == 4, "not loaded: equal to no other"
 
 
-@pytest.mark.parametrize("streaming", [Streaming.CHUNK, Streaming.LAYER])
+@pytest.mark.parametrize("streaming", ["chunk", "layer"])
 @pytest.mark.parametrize("before", [True, False], ids=["V2", "V1"])
 def test_prefill_does_not_send_kv_of_two_adapters(
-    worker: Callable[..., Worker], old: Path, new: Path, before: bool, streaming: Streaming
+    worker: Callable[..., Worker], old: Path, new: Path, before: bool, streaming: str
 ) -> None:
     """The adapter is loaded again, with other weights, when half of a prompt is computed.
 

@@ -27,7 +27,6 @@ from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.store_connector import TandemStoreConnector
-from connectors.vllm_hma.worker_side.last_chunks import Streaming
 from tests.vllm_contract.caches import cache_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import END, PROMPT, RANK, Host, host, reserve, tables
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
@@ -120,10 +119,10 @@ def test_no_request_is_stored_later(host: Host, child: type[TandemConnector] | N
     assert scheduler.remembered == 0
 
 
-@pytest.mark.parametrize("streaming", [Streaming.CHUNK, Streaming.LAYER])
+@pytest.mark.parametrize("streaming", ["chunk", "layer"])
 @pytest.mark.parametrize("later", [False, True], ids=["this step", "the next step"])
 def test_no_request_of_the_step_is_sent(
-    worker: Callable[..., Worker], staging: Staging, streaming: Streaming, later: bool
+    worker: Callable[..., Worker], staging: Staging, streaming: str, later: bool
 ) -> None:
     """Request q does not load anything."""
     producer, consumer = worker("p", streaming=streaming), worker("c")

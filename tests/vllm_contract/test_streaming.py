@@ -1,15 +1,13 @@
-"""Layers sent during the step: reports of steps, actions of workers, and the choice of the mode."""
+"""Layers sent during the step: reports of steps, and actions of workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 
 from connectors.planning.layout import Group, GroupKind, LayerPages
 from connectors.vllm_hma.orders import Chunk, Orders
-from connectors.vllm_hma.worker_side.last_chunks import Governor, Streaming
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, LayersComputed, StepFence, Steps
 from tests.vllm_contract.workers import ARRIVED, EXPECT, NOTHING, Scripted, Worker, receive, results, until
 
@@ -91,7 +89,7 @@ def test_a_layer_arrives_while_the_step_goes_on(worker: Callable[..., Worker]) -
     """With ``streaming: layer``, all of a one-layer last chunk is sent before the step has ended;
     Fin follows it. Earlier chunks overlap with the next chunk; only the step's end sends them.
     """
-    producer, consumer = worker("p", streaming=Streaming.LAYER, transport_class=Scripted), worker("c")
+    producer, consumer = worker("p", streaming="layer", transport_class=Scripted), worker("c")
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[EXPECT])
     until(lambda: producer.runtime.counts()["live"] == 1 and consumer.runtime.counts()["offered"] == 1)
@@ -107,48 +105,3 @@ def test_a_layer_arrives_while_the_step_goes_on(worker: Callable[..., Worker]) -
         producer.runtime.after_forward(orders)
         until(lambda: consumer.cache[3, 0] == 2)
     assert results(consumer) == ARRIVED
-
-
-# ---- choice of the mode --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("streaming", "by_layers"), [(Streaming.CHUNK, False), (Streaming.LAYER, True)])
-def test_a_fixed_way_is_kept(streaming: Streaming, by_layers: bool) -> None:
-    """A fixed mode stays, whatever its cost."""
-    governor = Governor(streaming)
-    for _ in range(40):
-        assert governor.by_layers() is by_layers
-        governor.cost(by_layers, 1.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("chunk", "layer", "better"),
-    [
-        # a slow link: the overlap outweighs the engine's time
-        ((0.010, 0.0), (0.002, 0.001), True),
-        # a fast link: posting costs more than the overlap saves
-        ((0.001, 0.0), (0.001, 0.004), False),
-    ],
-)
-def test_auto_takes_what_costs_less(chunk: tuple[float, float], layer: tuple[float, float], better: bool) -> None:
-    """Both modes are tried, the better one is used, and the other at intervals, to detect
-    changes.
-    """
-    governor = Governor(Streaming.AUTO)
-    ways = []
-    for _ in range(200):
-        ways.append(governor.by_layers())
-        governor.cost(ways[-1], *(layer if ways[-1] else chunk))
-    assert ways[:8].count(True) == ways[:8].count(False) == 4
-    assert 0.9 < ways[8:].count(better) / len(ways[8:]) < 1
-
-
-def test_auto_changes_its_mind() -> None:
-    """When the link becomes slow, a few tries find that layers pay."""
-    governor = Governor(Streaming.AUTO)
-    for cost in (0.001, 0.020):
-        ways = []
-        for _ in range(300):
-            ways.append(governor.by_layers())
-            governor.cost(ways[-1], 0.001 if ways[-1] else cost, 0.001 if ways[-1] else 0.0)
-    assert ways[100:].count(True) > 180

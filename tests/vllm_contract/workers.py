@@ -24,7 +24,6 @@ from connectors.vllm_hma.handshake.processes import own_process
 from connectors.vllm_hma.handshake.secret import derive_keys
 from connectors.vllm_hma.handshake.side_channel import MetadataServer
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders, Receive
-from connectors.vllm_hma.worker_side.last_chunks import Streaming
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
 from connectors.vllm_hma.worker_side.steps import StepFence
 from testing.memory_transport import Fabric, MemoryTransport
@@ -114,7 +113,7 @@ class Worker:
         packing: str = "p",
         transport_class: type[MemoryTransport] = MemoryTransport,
         integrity: str = "auto",
-        streaming: Streaming = Streaming.CHUNK,
+        streaming: str = "chunk",
         memory_kind: MemoryKind = MemoryKind("DRAM", 0),  # noqa: B008
         secret: str = "",
         limits: TransferLimits = LIMITS,

@@ -26,7 +26,6 @@ import os
 import stat
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +70,6 @@ class FolderTier:
 
     ``budget_bytes``  limit for the bytes of all files, including those of other processes
     ``durable``       whether to sync each file before it is renamed
-    ``removed``       objects that this process has evicted or found corrupt, if the owner of this
-                      tier sets a deque
     """
 
     def __init__(
@@ -86,7 +83,6 @@ class FolderTier:
         self.label = label
         self.budget_bytes = budget_bytes
         self.counts = TierCounts()
-        self.removed: deque[ObjectName] | None = None
         self._durable = durable
         self.files = files or Files()
         with opened_root(path, create=True) as root:
@@ -98,7 +94,6 @@ class FolderTier:
         # lock of ``_usage``.
         self._order: list[tuple[int, int, str, str]] = []
         self._scanned_at = 0.0
-        self._clock_offset_ns = 0
         # Last time at which evictions did not make room on a full file system.
         self._full_at = float("-inf")
         self._part_numbers = itertools.count()
@@ -280,15 +275,12 @@ class FolderTier:
     def _evict_next(self, deadline: float) -> int | None:
         """Evict the least recently used object; return the freed bytes. Requires the lock.
 
-        Without a known object, counts the files again, in case other processes have stored objects,
-        and returns 0; or None if the last count is not older than _RESCAN_S. Also counts them again
-        if the clock was set back, because known times may then be in the future. Raises StoreError
+        Without a known object, counts the files again, in case other processes have stored some,
+        and returns 0; or None if the last count is not older than _RESCAN_S. Raises StoreError
         after ``deadline``, and OSError.
         """
         freed_bytes = 0
-        if _clock_offset_ns() < self._clock_offset_ns - _PERIOD_NS:
-            self._usage.recount()
-        elif self._order:
+        if self._order:
             freed_bytes = self._evict_oldest()
         elif time.monotonic() - self._scanned_at > _RESCAN_S:
             self._usage.recount()
@@ -315,9 +307,6 @@ class FolderTier:
             return 0
         self._usage.used_bytes -= size
         self.counts.evicted += 1
-        if self.removed is not None:
-            with contextlib.suppress(ValueError):  # a file of someone else
-                self.removed.append(ObjectName(bytes.fromhex(space), bytes.fromhex(key)))
         return size
 
     def _drop_corrupt(self, name: ObjectName) -> None:
@@ -325,8 +314,6 @@ class FolderTier:
         with contextlib.suppress(OSError):
             self._space(name.path).unlink(name.path[1])
         self._usage.distrust()
-        if self.removed is not None:
-            self.removed.append(name)
 
     def _touch(self, name: ObjectName, state: os.stat_result) -> None:
         used_ns = _used_ns(name)
@@ -358,16 +345,11 @@ class FolderTier:
         heapq.heapify(order)
         self._order = order
         self._scanned_at = time.monotonic()
-        self._clock_offset_ns = _clock_offset_ns()
         return used
 
 
-def _clock_offset_ns() -> int:
-    return time.time_ns() - time.monotonic_ns()
-
-
 def _last_use_ns(state: os.stat_result) -> int:
-    """Return the modification time; 0 if it is in the future: the clock has been set back since."""
+    # A time in the future is from before the clock was set back.
     return state.st_mtime_ns if state.st_mtime_ns < time.time_ns() + _PERIOD_NS else 0
 
 

@@ -23,7 +23,6 @@ from connectors.store.planning.moves import object_in_blocks
 from connectors.store.planning.prefix import ObjectRef, completed_objects, possible_objects
 from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
-from connectors.vllm_hma.kv_store.events import StoreEvents
 from connectors.vllm_hma.kv_store.opening import describe_store, open_store
 from connectors.vllm_hma.kv_store.orders import Load, RankCache, Store, StoreOrders, StoreReport, Tables
 from connectors.vllm_hma.kv_store.requests import StoreRequest, Transferred
@@ -32,7 +31,6 @@ from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, adapter_of
 from connectors.vllm_hma.model.media import named_by_content
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -63,13 +61,11 @@ class StoreScheduler:
     ``description``  identity and capacity of the store, for routers; None if unknown
     """
 
-    def __init__(self, settings: StoreSettings, max_model_len: int, answers: bool = True, events: bool = False) -> None:
+    def __init__(self, settings: StoreSettings, max_model_len: int, answers: bool = True) -> None:
         self.description: dict[str, Any] | None = None
         self._settings = settings
         self._max_model_len = max_model_len
         self._answers = answers
-        self._reports_events = events
-        self._events: StoreEvents | None = None
         # Identities of the adapters that the workers have loaded.
         self._adapters: dict[Adapter, str] = {}
         self._store: KVStore | None = None
@@ -101,9 +97,6 @@ class StoreScheduler:
         store = self._store = open_store(self._settings, self._max_model_len, rank_caches)
         self.description = describe_store(store)
         self._ranks = len(rank_caches)
-        if self._reports_events:
-            store.record_changes()
-            self._events = StoreEvents(store.plan)
 
     def new_request(self, request: Request) -> None:
         """Start to name a request's objects; ignore one whose KV has no stable name."""
@@ -292,9 +285,6 @@ class StoreScheduler:
             stats.data["ranks"]["store"] = {"store_loads": pending}
         return stats
 
-    def take_events(self) -> list[KVCacheEvent]:
-        return [] if self._events is None else self._events.take(*self.store.take_changes())
-
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
@@ -350,14 +340,11 @@ class StoreScheduler:
 
     def _filled(self, filling: _Filling, offset: int) -> None:
         store, known, ref = self.store, filling.known, filling.ref
-        before = ObjectRef(ref.end_token - store.plan.groups[ref.group].span_tokens, ref.group)
-        names = known.names(store.space, [ref, before] if before.end_token else [ref])
+        names = known.names(store.space, [ref])
         if filling.failed or known.void or ref not in names:
             store.drop(offset)
-            return
-        if self._events is not None:
-            self._events.describe(ref, names, known.request)
-        store.commit(ref, names[ref], offset)
+        else:
+            store.commit(ref, names[ref], offset)
 
     def _known(self) -> list[StoreRequest]:
         # Also those that have ended while ranks fill their slots.

@@ -52,7 +52,6 @@ from connectors.vllm_hma.metrics import RankTally, TandemStats
 from connectors.vllm_hma.orders import Finished, Orders, Receive
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from connectors.vllm_hma.worker_side.accelerator import set_thread_device
-from connectors.vllm_hma.worker_side.last_chunks import Governor, LastChunks, Streaming
 from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, StepFence, Steps, Zeroed
 from connectors.vllm_hma.worker_side.trace import Trace
@@ -101,12 +100,10 @@ class WorkerRuntime:
         self._transport = transport
         self._message_sender = MessageSender(self._me, transport, config.keys.messages)
         self._steps = Steps(agent_metadata.layout.groups, fence)
-        # AUTO has not been validated on accelerators: there it means CHUNK, and LAYER must be
-        # configured.
         self._on_device = agent_metadata.layout.memory_kind.memory != "DRAM"
-        streaming = Streaming(config.streaming)
-        unmeasured = streaming is Streaming.AUTO and self._on_device
-        governor = Governor(Streaming.CHUNK if unmeasured else streaming)
+        # By layer, most of the last chunk's transfer overlaps with the computation of later layers.
+        # Earlier chunks overlap with the next chunk's anyway.
+        self._by_layers = config.streaming == "layer" or (config.streaming == "auto" and not self._on_device)
         self._trace = Trace(config.trace_path, agent_metadata.incarnation, agent_metadata.rank)
         self._tally = RankTally(agent_metadata.rank)
         self._lock = threading.RLock()
@@ -126,12 +123,10 @@ class WorkerRuntime:
             self._trace,
             self._lock,
         )
-        self._last_chunks = LastChunks(governor, self._writes)
         self._round: dict[str, Callable[[float], None]] = {
             "reading messages": self._read_messages,
             "sending computed KV": self._take_computed,
             "polling writes": lambda now: self._perform(self._writes.poll(now)),
-            "measuring a step": self._last_chunks.measure,
             "checking deadlines of sent transfers": lambda now: self._perform(self._producer.tick(now)),
             "checking deadlines of received transfers": lambda now: self._perform(self._consumer.tick(now)),
             "watching workers": self._watch_workers,
@@ -196,9 +191,8 @@ class WorkerRuntime:
             self._fence_preempted(orders.preempted)
         with self._lock:
             self._perform(self._producer.orders_applied(time.monotonic()))
-            last = [chunk for chunk in orders.chunks if chunk.last]
-            if self._last_chunks.begin_step(bool(last)):
-                self._steps.begin(last)
+            if self._by_layers:
+                self._steps.begin([chunk for chunk in orders.chunks if chunk.last])
 
     def _fence_preempted(self, request_ids: list[str]) -> None:
         """Wait for writes that read blocks of preempted requests; abort the unsafe deliveries.
@@ -244,11 +238,8 @@ class WorkerRuntime:
 
         vLLM calls this during the forward pass, so it takes no lock.
         """
-        if self._last_chunks.by_layers:
-            started_at = time.monotonic()
-            if self._steps.layer(layer):
-                self._progress_thread.wake()
-            self._last_chunks.engine_s += time.monotonic() - started_at
+        if self._steps.layer(layer):
+            self._progress_thread.wake()
 
     def after_forward(self, orders: Orders, copying: torch.Event | None = None) -> None:
         """Queue the step's chunks for sending, apply the other orders, and run a round.
@@ -388,8 +379,6 @@ class WorkerRuntime:
                     self._trace.event("chunk", request=chunk.request_id, tokens=chunk.computed_tokens)
                     new_ids = [()] * len(chunk.new_ids) if chunk.request_id in begun else chunk.new_ids
                     self._perform(self._producer.progress(chunk.request_id, new_ids, chunk.computed_tokens, now))
-                if any(chunk.last for chunk in chunks):
-                    self._last_chunks.end_step(bool(begun), now)
             case Zeroed(receives):
                 for receive in receives:
                     self._receive(receive, now)

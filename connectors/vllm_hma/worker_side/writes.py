@@ -104,7 +104,6 @@ class Writes:
         self._open: dict[int, OpenWrite] = {}
         self._unposted: deque[OpenWrite] = deque()
         self._slow_logged = False
-        self.begun = 0
         self.posted_at = float("-inf")
 
     def in_flight(self) -> frozenset[int]:
@@ -122,7 +121,6 @@ class Writes:
         opened = OpenWrite(write, target, plan, time.monotonic())
         self._open[write.write_id] = opened
         self._unposted.append(opened)
-        self.begun += 1
         return []
 
     def post_slice(self) -> bool:
