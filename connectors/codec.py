@@ -63,9 +63,8 @@ _FRAMES = msgspec.msgpack.Decoder(tuple[_Peer, _Peer, Union[tuple(_SCHEMAS.value
 
 
 def encode(envelope: Envelope, key: bytes = b"") -> bytes:
-    """Return the frame of a message. Cuts a reason after _MAX_REASON_CHARACTERS.
-
-    Raises WireError if an id has a lone surrogate; those of a reason are escaped.
+    """Return the frame of a message; a long reason is cut. Raises WireError if an id has a lone
+    surrogate; those of a reason are escaped.
     """
     message = envelope.message
     values = {field.name: getattr(message, field.name) for field in fields(message)}
@@ -83,14 +82,12 @@ def encode(envelope: Envelope, key: bytes = b"") -> bytes:
 
 
 def tag(content: bytes | memoryview, key: bytes) -> bytes:
-    """Return the tag of a frame's ``content``: everything before the tag."""
     return hashlib.blake2b(content, key=key, digest_size=_TAG_BYTES).digest()
 
 
 def decode(frame: bytes, key: bytes = b"") -> Envelope:
-    """Parse a frame. The caller must check sender and receiver.
-
-    Raises WireError if it is malformed, of another version, or its tag does not match ``key``.
+    """Parse a frame; the caller checks sender and receiver. Raises WireError if it is malformed, of
+    another version, or its tag does not match ``key``.
     """
     least = len(_HEAD) + _TAG_BYTES
     if not least <= len(frame) <= MAX_FRAME_BYTES:
@@ -151,12 +148,10 @@ _MOST = {
 
 
 _METADATA = msgspec.json.Decoder(AgentMetadata)
-"""Builds msgspec's description of the type at import: two threads that built it at once crashed the
-process (msgspec 0.22, `convert`)."""
+"""Built at import: two threads that build it at once crash the process (msgspec 0.22)."""
 
 
 def encode_agent_metadata(agent_metadata: AgentMetadata) -> bytes:
-    """Return agent metadata as JSON, with the protocol version."""
     return msgspec.json.encode({"version": PROTOCOL_VERSION, "worker": agent_metadata})
 
 

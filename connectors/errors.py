@@ -1,13 +1,13 @@
 """Exceptions of the connector, and the base class of the actors' exceptions (``actors/errors.py``).
 
-A message states what is wrong, where, and the remedy if there is one. Invalid input from a peer, a
-request or a configuration raises one of these classes; ``assert`` checks internal invariants. An
-error of a peer can fail a handshake or a transfer; it never ends the engine.
+A message states what is wrong, where, and the remedy if there is one. Invalid input of a peer, a
+request or a configuration raises one of these; ``assert`` checks internal invariants. An error of a
+peer can fail a handshake or a transfer; it never ends the engine.
 """
 
 
 class TandemError(Exception):
-    """Base class of all exceptions of the connector, and of those in ``actors/errors.py``."""
+    """Base class, also of the exceptions in ``actors/errors.py``."""
 
 
 class ConfigurationError(TandemError):
@@ -16,8 +16,7 @@ class ConfigurationError(TandemError):
 
 class UnsupportedCacheError(TandemError):
     """The connector does not support a layer of the KV cache (``*``: all), or the parallelism.
-
-    Raised while the engine starts, before it accepts requests.
+    Raised while the engine starts.
     """
 
     def __init__(self, layer: str, what: str, remedy: str) -> None:
@@ -34,8 +33,8 @@ class CoverError(PlanError):
 
 
 class IncompatiblePeerError(TandemError):
-    """Two engines cannot exchange KV. The message is valid in the logs of both: it names them by
-    their roles.
+    """Two engines cannot exchange KV. The message names them by their roles: it is valid in both
+    logs.
 
     ``ours``    value of the decode engine (the consumer)
     ``theirs``  value of the prefill engine (the producer)
@@ -47,9 +46,7 @@ class IncompatiblePeerError(TandemError):
 
 
 class WireError(TandemError):
-    """A message, agent metadata, a response or kv_transfer_params are invalid or of another
-    version.
-    """
+    """A message, metadata, a response or kv_transfer_params are invalid or of another version."""
 
 
 class HandshakeError(TandemError):
@@ -71,8 +68,7 @@ class StaleReferenceError(HandshakeError):
 
 class TransportError(TandemError):
     """An operation of the transport failed; ``peer`` is the peer's agent (``?``: unknown), or this.
-
-    A write that raises TransportError, and not FailedWriteError, has posted nothing.
+    A write that raises it, and not FailedWriteError, has posted nothing.
     """
 
     def __init__(self, peer: str, what: str) -> None:
@@ -85,10 +81,7 @@ class FailedWriteError(TransportError):
 
 
 class StoreError(TandemError):
-    """An operation of the KV store failed: for example, time or space ran out, or a file is bad.
-
-    After a failed load, the engine computes the tokens whose KV the load did not supply.
-    """
+    """An operation of the KV store failed: for example, time or space ran out, or a file is bad."""
 
 
 class CorruptObjectError(StoreError):

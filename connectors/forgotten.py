@@ -10,7 +10,7 @@ _BITS = 2**23
 class ForgottenKeys:
     """Set of keys in 1 MiB with false positives: after n additions, their rate is about n / 2^23.
 
-    Callers may only become more cautious because of a hit.
+    A hit may only make callers more cautious.
     """
 
     def __init__(self) -> None:

@@ -22,10 +22,7 @@ class _OneLine:
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` with escapes for line breaks and other unprintable characters.
-
-    Cuts it to MAX_CHARACTERS.
-    """
+    """Escape line breaks and other unprintable characters, and cut to MAX_CHARACTERS."""
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]}... ({len(text)} characters)"
     if text.isprintable():
@@ -35,12 +32,11 @@ def one_line(text: str) -> str:
 
 @cache  # a second call would wrap the factory again
 def escape_log_arguments(*loggers: str) -> None:
-    """Apply ``one_line`` to texts and exceptions in the arguments of later log records.
+    """Apply ``one_line`` to texts and exceptions in the arguments of later log records of
+    ``loggers`` and their children (none: of all loggers) in this process.
 
-    ``loggers``  names of the loggers, which include their children; none for all loggers
-
-    Applies to this process. The record factory does it, not a handler: vLLM and Ray replace
-    handlers when they configure logging, and they wrap the factory.
+    The record factory does it, not a handler: vLLM and Ray replace handlers when they configure
+    logging.
     """
     factory: Callable[..., logging.LogRecord] = logging.getLogRecordFactory()
 

@@ -58,9 +58,8 @@ class RateLimitedHandler(logging.Handler):
 
 
 def log_to(stream: TextIO, process: str) -> None:
-    """Write the lines of this process to `stream`, with `process` as its name.
-
-    Texts that a message quotes stay on its line, also in messages of libraries.
+    """Write the lines of this process to `stream`, with `process` as its name. Texts that a message
+    quotes stay on its line, also in messages of libraries.
     """
     escape_log_arguments()
     handler = logging.StreamHandler(stream)
@@ -87,9 +86,8 @@ class _VllmHandler(RateLimitedHandler):
 def log_with_vllm() -> None:
     """Pass the lines of the connectors in this process to vLLM's logger, at its level.
 
-    Until vLLM has configured its logger, the handler of `log_to` gets them. Without that, and with
-    VLLM_CONFIGURE_LOGGING=0, the handlers of the root logger get them. Texts that a message of ours
-    quotes stay on its line.
+    Until vLLM has configured its logger, the handler of `log_to` gets them; without that, and with
+    VLLM_CONFIGURE_LOGGING=0, the handlers of the root logger.
     """
     escape_log_arguments(*CONNECTORS)
     handlers = logging.getLogger(CONNECTORS[0]).handlers

@@ -18,9 +18,8 @@ REMEDY = "raise the hard limit (ulimit -Hn; LimitNOFILE in a systemd unit; `--ul
 
 
 def raise_limit(needed: int = OTHER_FILES) -> None:
-    """Raise the soft limit of this process to the hard limit; its later children inherit it.
-
-    Logs a warning if the limit is below `needed`. `ray start` and shells often leave 1,024.
+    """Raise the soft limit of this process to the hard limit; its later children inherit it. `ray
+    start` and shells often leave 1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -36,15 +35,14 @@ def raise_limit(needed: int = OTHER_FILES) -> None:
 
 
 def too_few(limit: int, needed: int) -> bool:
-    """Return whether a limit of open files, perhaps unlimited, is below `needed`."""
     return limit != resource.RLIM_INFINITY and limit < needed
 
 
 def report_few_left(transport: asyncio.BaseTransport) -> None:
     """Log a warning if a new connection's descriptor is close to the limit of open files.
 
-    At the limit, libuv accepts and closes each new connection without an error
-    (`uv__emfile_trick` in libuv's src/unix/stream.c).
+    At the limit, libuv accepts and closes each new connection without an error (`uv__emfile_trick`
+    in libuv's src/unix/stream.c).
     """
     connection = transport.get_extra_info("socket")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -1,7 +1,5 @@
-"""Base class, field types and parser of settings models, which the service's configuration shares.
-
-A setting is defined once, as a field with a description. The service validates YAML with the same
-model, and ``configs/reference.py`` generates the reference from it.
+"""Base class, field types and parser of settings models. The service validates YAML with the same
+models, and ``configs/reference.py`` generates the reference from them.
 """
 
 from __future__ import annotations

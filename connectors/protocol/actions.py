@@ -1,6 +1,5 @@
-"""Actions that the producer and consumer state machines return to their owner.
-
-The owner (``vllm_hma/worker_side/runtime.py``) carries them out in order.
+"""Actions that the state machines return; the owner (``vllm_hma/worker_side/runtime.py``) carries
+them out in order.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class Digest(Protocol):
         ...
 
     def hexdigest(self) -> str:
-        """Return the digest of all bytes added so far, once the device has read them: 32 hex
-        digits.
+        """Return the digest of all bytes added so far, 32 hex digits, once the device has read
+        them.
         """
         ...
 
@@ -38,7 +37,7 @@ class Digest(Protocol):
 class Send:
     """Send ``message``. If that fails, the owner calls ``Consumer.undelivered``.
 
-    The message may also be lost without an error: every wait for an answer has a deadline.
+    It may also be lost without an error: every wait for an answer has a deadline.
     """
 
     peer: Peer
@@ -49,10 +48,10 @@ class Send:
 class Write:
     """Write ``moves`` to ``peer``, then report the end of write ``write_id``.
 
-    The owner adds the source bytes to ``digest``, if there is one, after the post. It calls
-    ``write_posted`` after the post, and ``write_done`` or ``write_failed`` at the end. If the write
-    cannot be posted whole, or is no longer wanted (``Producer.wants``), it calls only
-    ``write_failed`` if parts may still arrive, and only ``write_refused`` if none can.
+    The owner adds the source bytes to ``digest`` after the post. It calls ``write_posted`` after
+    the post, and ``write_done`` or ``write_failed`` at the end. If the write cannot be posted
+    whole, or is no longer wanted (``Producer.wants``), it calls only ``write_failed`` if parts may
+    still arrive, and only ``write_refused`` if none can.
     """
 
     write_id: int
@@ -64,11 +63,8 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The state machine has removed this peer, and needs a handshake before another transfer with
-    it.
-
-    The owner releases the peer's plan and connection, unless the other state machine (``knows``) or
-    a handshake in progress needs them.
+    """The machine needs a handshake before another transfer with this peer. The owner releases its
+    plan and connection, unless the other machine (``knows``) or a handshake needs them.
     """
 
     peer: Peer
@@ -76,9 +72,8 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """This rank sends no more KV from the request's blocks.
-
-    The scheduler may free them when all ranks of the engine have returned this action.
+    """This rank sends no more KV from the request's blocks, which may be freed once all ranks of
+    the engine have returned this.
     """
 
     request_id: str
@@ -86,9 +81,8 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Start a handshake with this producer engine, unless one is in progress.
-
-    At its end, the owner calls ``connected`` or ``connect_failed``.
+    """Start a handshake with this engine, unless one is in progress; then ``connected`` or
+    ``connect_failed``.
     """
 
     engine: EngineAddress
@@ -117,7 +111,7 @@ class Verify:
     ``units``     received units, one set per group; those of earlier actions are not repeated
     ``expected``  digest that ``peer`` sent in Fin; empty before Fin: there is nothing to compare
 
-    The owner carries out these actions in order. The blocks stay allocated until ``verified``.
+    The owner carries these out in order. The blocks stay allocated until ``verified``.
     """
 
     transfer_id: str
@@ -127,11 +121,8 @@ class Verify:
     expected: str
 
     def problem(self) -> str | None:
-        """Add the received bytes to ``digest``; return how it differs from ``expected``. Call this
-        once.
-
-        Raises PlanError for a block that does not exist at this end, and torch's errors if the
-        cache is on an accelerator.
+        """Return how the digest differs from ``expected``. Call this once. Raises PlanError for a
+        block that does not exist at this end, and torch's errors.
         """
         for group, units in enumerate(self.units):
             self.digest.add(group, units.dst_ids, units.dst_parts)
@@ -145,11 +136,9 @@ class Verify:
 class Received:
     """The request's wait for KV on this rank has ended.
 
-    ``failure``     None if all KV has arrived and all requested digests match, else the reason
-    ``quarantine``  transfer id if a producer rank may still write to the blocks, else None
-
-    No request, this one included, may use blocks in quarantine until every rank that has put them
-    there has returned ``Freed``.
+    ``failure``     None if all KV has arrived and all requested digests match
+    ``quarantine``  transfer id if a producer rank may still write to the blocks: then no request
+                    may use them until every rank that has put them there has returned ``Freed``
     """
 
     request_id: str

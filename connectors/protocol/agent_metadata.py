@@ -22,8 +22,8 @@ class ModelIdentity:
                         for object storage, equal strings do not prove equal weights
     ``cache_dtype``     dtype of the KV cache, never ``auto``
     ``engine_version``  version of vLLM
-    ``draft``           digest of the speculative method and its draft model, if the cache also has
-                        KV of drafts; else empty
+    ``draft``           digest of the speculative method and its draft model; empty without KV of
+                        drafts
     """
 
     model: str
@@ -54,10 +54,8 @@ NO_PROCESS = ProcessIdentity()
 class AgentMetadata:
     """Description of one worker and its agent in the transport.
 
-    ``incarnation``         id of this start of the engine
-    ``transport``           kind of the transport (``Transport.kind``)
-    ``transport_metadata``  data with which a peer's transport reaches this worker
-    ``process``             process that posts this worker's writes
+    ``incarnation``  id of this start of the engine
+    ``process``      process that posts this worker's writes
     """
 
     incarnation: str
@@ -81,9 +79,8 @@ class EngineMetadata:
 
 
 def engine_identity(engine: EngineMetadata) -> str:
-    """Return a digest of what ``check_peers`` compares besides layouts: 32 hexadecimal digits.
-
-    An engine whose workers differ has a digest that no other kind of engine has.
+    """Return a digest of what ``check_peers`` compares besides layouts: 32 hexadecimal digits. One
+    of workers that differ is that of no other kind of engine.
     """
     workers = {json.dumps([worker.transport, *astuple(worker.identity)]) for worker in engine.workers}
     return hashlib.blake2b(json.dumps([PROTOCOL_VERSION, *sorted(workers)]).encode(), digest_size=16).hexdigest()
@@ -113,10 +110,8 @@ def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:
 
 
 def engine_metadata(workers: dict[int, AgentMetadata]) -> EngineMetadata:
-    """Combine the agent metadata of all n workers of an engine, by rank.
-
-    Raises WireError unless the workers are ranks 0 to n-1 of one incarnation, with the same layers
-    of the model in each group.
+    """Raises WireError unless the workers are ranks 0 to n-1 of one incarnation, with the same
+    layers in each group.
     """
     rank_metadata = tuple(workers[rank] for rank in sorted(workers))
     if not rank_metadata or sorted(workers) != list(range(len(rank_metadata))):

@@ -113,10 +113,8 @@ class Consumer:
         return self._queue.add(request_id, transfer_id, producer, now)
 
     def start(self, order: Order, now: float) -> list[ConsumerAction]:
-        """Start to receive the KV of a request whose blocks are allocated.
-
-        A transfer id is valid once: Fin carries only the id, so a late Fin of a first request would
-        match a second one.
+        """Receive a request whose blocks are allocated. An id is valid once: Fin carries only the
+        id, so a late Fin of a first request would match a second one.
         """
         if not self._queue.remove(order.transfer_id, order.request_id) and self._is_used(order.transfer_id):
             return [Received(order.request_id, _USED_TWICE)]
@@ -134,7 +132,7 @@ class Consumer:
         return [Connect(producer)] if self._engines.reachable(producer.incarnation) is None else [*cancels]
 
     def abort(self, request_id: str, now: float) -> list[ConsumerAction]:
-        """Abort a request. Its blocks stay allocated until Received without quarantine or Freed."""
+        """The request's blocks stay allocated until Received without quarantine or Freed."""
         reception = self._receptions.get(request_id)
         if reception is None:
             return []
@@ -168,7 +166,7 @@ class Consumer:
         return actions + self._engines.forget(incarnation)
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
-        """Handle the death of one producer worker. Other workers may still write."""
+        """One producer worker is dead. Others may still write."""
         self._engines.mark_stale(peer.incarnation)
         actions = self._queue.worker_lost(peer, reason, now)
         for reception in self._of_engine(peer.incarnation):
@@ -219,7 +217,7 @@ class Consumer:
             return self._fail(reception, f"prefill rank {peer.rank}: {error!r}", now)
 
     def verified(self, transfer_id: str, peer: Peer, problem: str | None, now: float) -> list[ConsumerAction]:
-        """Handle the result of a Verify; ``problem`` is None if the digests are equal."""
+        """``problem`` is None if the digests are equal."""
         reception = self._by_transfer.get(transfer_id)
         if reception is None or peer not in reception.verifying:
             return []
@@ -229,7 +227,7 @@ class Consumer:
         return self._end_if_over(reception, now)
 
     def undelivered(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
-        """Handle a message that could not be sent. A partner without the Offer cannot write."""
+        """A message could not be sent. A partner without the Offer cannot write."""
         if isinstance(message, AwaitStart | Offer | Cancel):
             self._engines.mark_stale(peer.incarnation)
         if isinstance(message, AwaitStart):
@@ -259,7 +257,7 @@ class Consumer:
         return self._engines.knows(peer)
 
     def suspects(self) -> set[Suspect]:
-        """Return the producer workers that may still write to blocks in quarantine."""
+        """The producer workers that may still write to blocks in quarantine."""
         return {
             Suspect(each.peer, each.process, each.was_seen, each.met_at)
             for reception in self._quarantine.values()
@@ -281,7 +279,7 @@ class Consumer:
 
     @property
     def busy(self) -> bool:
-        """True if a request is queued or a transfer is in progress or in quarantine."""
+        """Whether a request is queued, or a transfer in progress or in quarantine."""
         return bool(self._queue.requests or self._by_transfer)
 
     def _is_used(self, transfer_id: str) -> bool:
@@ -296,9 +294,8 @@ class Consumer:
         yield from self._quarantine.values()
 
     def _check(self, reception: Reception, now: float) -> list[ConsumerAction]:
-        """Apply the deadlines of one reception and set the time of the next check.
-
-        Messages only postpone a deadline, so no deadline passes before ``check_at``.
+        """Apply one reception's deadlines. Messages only postpone them: none passes before
+        ``check_at``.
         """
         if reception.verifying and not reception.writing:
             hang_s = self._limits.hang_s

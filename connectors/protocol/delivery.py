@@ -1,6 +1,5 @@
-"""State of one transfer at its producer, selection of the units to write, limits on consumers.
-
-Part of the state machine in ``producer.py``.
+"""One transfer at its producer, selection of the units to write, limits on consumers. Part of
+``producer.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class ConsumerPeer:
 
     ``partner_ranks``  ranks of the consumer engine that exchange messages with this producer rank
     ``new_digest``     creates the digest of one transfer at this end
-    ``was_seen``       whether this worker saw the process alive, as in ``Partner``
+    ``was_seen``       as in ``Partner``
     """
 
     partner_ranks: frozenset[int]
@@ -46,7 +45,7 @@ class ConsumerPeer:
 
 
 class Stage(Enum):
-    """Stage of a transfer. ``producer.py`` has the transition table."""
+    """``producer.py`` has the transition table."""
 
     EARLY = auto()
     LIVE = auto()
@@ -56,9 +55,7 @@ class Stage(Enum):
 EVERY_LAYER = 2**31
 
 MAX_EARLY = 1024
-"""Limit of early transfers per consumer engine: their prefill requests usually follow within
-milliseconds.
-"""
+"""Limit of early transfers per consumer engine; requests usually follow within milliseconds."""
 
 NO_CONSUMER = ""
 """Consumer of a discarded transfer. A peer's incarnation is never empty."""
@@ -71,8 +68,7 @@ class Delivery:
     ``awaits_start``    True from AwaitStart to the offer
     ``offer``           the consumer's Offer, until the delivery is closed
     ``pending``         offered units not yet in a write, by group; None until the offer has been
-                        checked against the prefill request, and after the delivery was closed,
-                        cancelled or abandoned
+                        checked against the prefill request, and once the delivery ends
     ``early``           units that the current step completes, and the number of their layers
                         already in a write, by group
     ``in_flight``       bytes of each unfinished write, by write id; 0 until it has been posted
@@ -128,10 +124,8 @@ class Delivery:
         return self.unarrived if self.unarrived != before else ()
 
     def missing(self) -> str | None:
-        """Return a description of the units left unwritten at the end of the prompt, or None.
-
-        Only a state can remain unwritten: the engine computed the prompt past ``offer.end_token``,
-        which changed the state.
+        """Describe the units left unwritten at the end of the prompt. Only a state can: the engine
+        computed past ``offer.end_token``, which changed it.
         """
         assert self.offer is not None
         groups = [str(group) for group, units in enumerate(self.pending or ()) if len(units)]
@@ -142,9 +136,8 @@ class Delivery:
 
 @dataclass(slots=True)
 class Gone:
-    """Record of a transfer that ended at ``at``, or was discarded while its id was unknown.
-
-    ``numbers`` has the highest message number that each consumer worker has used for it.
+    """A transfer that ended at ``at``, or was discarded while its id was unknown; the highest
+    message number that each consumer worker has used for it.
     """
 
     at: float
@@ -164,7 +157,6 @@ class Transfer:
                          NO_CONSUMER after a discard
     ``expected_ranks``   consumer ranks that this rank serves; None until the first message, empty
                          if the KV is not sent
-    ``numbers``          as in ``Gone``
     ``check_at``         time before which no deadline passes, in seconds
     """
 
@@ -206,7 +198,6 @@ class Allowance:
         self.blocks: Counter[Peer] = Counter()
 
     def count_early(self, transfer: Transfer, change: int) -> None:
-        """Add ``change`` to the consumer's number, if this is an early transfer with a consumer."""
         if transfer.stage is Stage.EARLY and transfer.consumer is not None:
             self.early[transfer.consumer] += change
             if not self.early[transfer.consumer]:
@@ -222,7 +213,7 @@ class Allowance:
         return True
 
     def give_back(self, delivery: Delivery) -> None:
-        """Remove a closed delivery's blocks from the count. Call this once per delivery."""
+        """Call this once per closed delivery."""
         self.blocks[delivery.peer] -= delivery.offered_blocks
         if not self.blocks[delivery.peer]:
             del self.blocks[delivery.peer]
@@ -273,10 +264,8 @@ def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> lis
 def take(
     transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer | None
 ) -> tuple[str | None, list[Moves]]:
-    """Return (why the offer cannot be served, or None; the moves to write).
-
-    The first call that can serve the offer records its units as pending. Each call removes the
-    units of the returned moves from the pending ones, so the caller must write the moves.
+    """Return (why the offer cannot be served, or None; the moves to write). The caller must write
+    them: their units are no longer pending.
     """
     if consumer is None:
         return "the consumer worker has ended or has been removed", []
@@ -297,10 +286,8 @@ def take(
 def take_ready(
     transfer: Transfer, delivery: Delivery, groups: Sequence[Group], consumer: ConsumerPeer
 ) -> list[Moves] | None:
-    """Remove the pending units that are computed, and return the moves that copy them.
-
-    Return None if a source block has been freed. Once a step has ended, the moves include the
-    remaining layers of the units that ``take_layers`` returned during the step.
+    """Take the pending units that are computed; None if a source block has been freed. Once a step
+    has ended, the moves include the remaining layers of units of ``take_layers``.
     """
     moves: list[Moves] = []
     if not transfer.coming_tokens:
@@ -317,10 +304,7 @@ def take_ready(
 def take_layers(
     transfer: Transfer, delivery: Delivery, group: Group, consumer: ConsumerPeer, stop: int
 ) -> list[Moves] | None:
-    """Take the first ``stop`` layers of the units that this step completes; return their moves.
-
-    The caller must write them. Return None if a source block has been freed.
-    """
+    """Take the first ``stop`` layers of the units that this step completes; None as ``take_ready``."""
     if group.index not in delivery.early:
         taken = _take(transfer, delivery, group, consumer, transfer.coming_tokens)
         if not taken:
@@ -336,11 +320,11 @@ def take_layers(
 def _take(
     transfer: Transfer, delivery: Delivery, group: Group, consumer: ConsumerPeer, computed_tokens: int
 ) -> list[Moves] | None:
-    """Remove a group's pending units that ``computed_tokens`` complete; return at most one move.
+    """Take a group's pending units that ``computed_tokens`` complete, in at most one move; None as
+    ``take_ready``.
 
-    Return None if a source block has been freed. The prompt's last unit is complete once all its
-    prompt tokens are computed, also those from ``end_token`` on: the engine would otherwise write
-    KV into the unit while the transfer reads it.
+    The prompt's last unit is complete once all its prompt tokens are computed, also those from
+    ``end_token`` on: the engine would otherwise write KV into it while the transfer reads it.
     """
     assert delivery.offer is not None
     assert delivery.pending is not None

@@ -37,11 +37,9 @@ class Partner:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A worker whose end frees state of this worker; fields as in ``Partner``.
-
-    A producer worker may still write to blocks in quarantine. A consumer worker may send messages
-    of transfers with a failed write. The owner calls ``worker_lost`` once the process is proved
-    dead.
+    """A worker whose proved death frees state of this worker: of a producer, blocks in quarantine
+    to which it may write; of a consumer, transfers with a failed write. Then the owner calls
+    ``worker_lost``.
     """
 
     peer: Peer
@@ -54,8 +52,7 @@ class ProducerEngines:
     """Producer engines by incarnation, and the ``Cancel`` messages pending until a handshake.
 
     ``stale``     incarnations of known engines whose next request starts with a handshake
-    ``releases``  transfers to cancel after the next handshake, with the time in seconds at which
-                  each became pending
+    ``releases``  transfers to cancel after the next handshake, and since when (seconds)
     """
 
     def __init__(self, limits: TransferLimits) -> None:
@@ -68,7 +65,7 @@ class ProducerEngines:
         self._last_number = 0
 
     def reachable(self, incarnation: str) -> tuple[Partner, ...] | None:
-        """Return the engine's partners, or None if a handshake is needed first."""
+        """None: a handshake is needed first."""
         return None if incarnation in self.stale else self.partners.get(incarnation)
 
     def touch(self, incarnation: str, now: float) -> None:
@@ -89,21 +86,17 @@ class ProducerEngines:
             self.stale.add(incarnation)
 
     def forget(self, incarnation: str) -> list[Forget]:
-        """Remove the engine; its next request starts with a handshake."""
         self._used_at.pop(incarnation, None)
         self.stale.discard(incarnation)
         return [Forget(partner.peer) for partner in self.partners.pop(incarnation, ())]
 
     def unused(self, now: float) -> list[str]:
-        """Return the engines without a ``touch`` for forget_s / 2; earlier requests may depend on
-        them.
-        """
+        """Engines without a ``touch`` for forget_s / 2; earlier requests may depend on them."""
         return due(self._used_at, lambda at: now - at >= self._limits.forget_s / 2)
 
     def release(self, transfer_id: str, incarnation: str, now: float) -> list[Send]:
-        """Return a Cancel for every partner, which ends the producer's lease of a transfer.
-
-        If a handshake is needed first, record the transfer for ``send_releases``.
+        """Return a Cancel for every partner, which ends the producer's lease of a transfer; if a
+        handshake is needed first, ``send_releases`` does.
         """
         partners = self.reachable(incarnation)
         if partners is None:
@@ -121,14 +114,14 @@ class ProducerEngines:
         return [send for transfer_id, _ in waiting for send in self.release(transfer_id, incarnation, now)]
 
     def drop_releases(self, now: float) -> None:
-        """Drop Cancels pending for lease_s: the producer's lease ends their transfers instead."""
+        """After lease_s, the producer's lease ends their transfers instead."""
         for incarnation, waiting in list(self.releases.items()):
             self.releases[incarnation] = [item for item in waiting if now - item[1] < self._limits.lease_s]
             if not self.releases[incarnation]:
                 del self.releases[incarnation]
 
     def next_number(self) -> int:
-        """Return a new message number, above all earlier ones to any engine."""
+        """Above all earlier ones to any engine."""
         self._last_number += 1
         return self._last_number
 

@@ -1,8 +1,5 @@
-"""Deadlines of the transfer protocol.
-
-They bound how long requests and engine steps wait for a peer, a write or a step, and how long both
-sides keep state of transfers and peers. No deadline releases blocks of a consumer to which a
-producer rank may still write.
+"""Deadlines of requests and steps that wait for a peer, a write or a step, and of state of
+transfers and peers. None releases blocks of a consumer to which a producer rank may still write.
 """
 
 from __future__ import annotations
@@ -17,30 +14,26 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 MIN_FORGET_S = 1800.0
-"""Lower limit of ``forget_s`` in ``kv_connector_extra_config``, in seconds. TCP retransmits a
-message for up to half an hour. A message that arrives after its sender was removed could count as
-new (docs/decisions/0009).
-"""
+"""Lower limit of ``forget_s``. TCP retransmits for up to half an hour, and a message that arrives
+after its sender was removed could count as new (docs/decisions/0009)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """Deadlines and intervals of transfers, in seconds. ``vllm_hma/settings.py`` describes them.
+    """Positive deadlines and intervals of transfers, in seconds. ``vllm_hma/settings.py`` describes
+    them. Beyond that:
 
-    They must be positive. Beyond that description:
-
-    ``progress_s``   also the time without progress of a delivery's writes, as defined in
-                     ``hang_s``, after which the producer sends no Alive to the consumer rank
-    ``cancel_s``     interval between Cancels to producer ranks that do not answer. Also the limit
-                     of a request to a witness for the state of a suspect's process
-    ``lease_s``      also the time for which a producer keeps messages of a transfer whose prefill
-                     request has not arrived, both sides keep ids of ended transfers, and a consumer
-                     keeps a Cancel that waits for a handshake
-    ``alive_s``      interval between repeated Alive or Starting messages about a transfer
-    ``step_s``       the default is vLLM's default of VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, the time
-                     of a step after which vLLM ends the engine
-    ``forget_s``     a consumer forgets an unused producer engine after half of it, so consumers
-                     seldom contact a producer that has removed them
+    ``progress_s``  also the time without progress of a delivery's writes (``hang_s``) after which
+                    the producer sends no Alive to the consumer rank
+    ``cancel_s``    interval between Cancels to producer ranks that do not answer. Also the limit of
+                    a request to a witness for the state of a suspect's process
+    ``lease_s``     also the time for which a producer keeps messages of a transfer whose prefill
+                    request has not arrived, both sides keep ids of ended transfers, and a consumer
+                    keeps a Cancel that waits for a handshake
+    ``step_s``      vLLM's default of VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, after which it ends the
+                    engine
+    ``forget_s``    a consumer forgets an unused producer engine after half of it, so consumers
+                    seldom contact a producer that has removed them
 
     Raises ConfigurationError if ``alive_s`` exceeds half of ``progress_s``.
     """
@@ -56,16 +49,15 @@ class TransferLimits:
 
     @property
     def hang_s(self) -> float:
-        """Time in seconds without progress after which a delivery's writes count as hanging.
+        """Seconds without progress (the start or end of a write) after which a delivery's writes
+        count as hanging and the producer abandons it.
 
-        Progress is the start or the end of a write. The producer then abandons the delivery. The
-        time exceeds progress_s, so the consumer abandons the transfer first. A consumer also fails
-        a transfer whose digests are still being compared this time after the last Fin.
+        It exceeds progress_s, so the consumer abandons the transfer first. A consumer also fails a
+        transfer whose digests are still being compared this long after the last Fin.
         """
         return 2 * self.progress_s
 
     def silence_s(self, connecting: bool) -> float:
-        """Return the seconds without a message after which a consumer abandons a transfer."""
         return max(self.handshake_s, self.progress_s) if connecting else self.progress_s
 
     def __post_init__(self) -> None:

@@ -1,10 +1,7 @@
 """Parse ``kv_transfer_params``: the request parameters with which a router names a transfer.
 
-A split request has two legs: one request to a prefill engine, one to a decode engine. The keys are
-those of public prefill/decode proxies. Tandem adds ``transfer_id`` (send both legs at once),
-``describe`` (return the engine's address), ``first_token`` (also sample the answer's first token)
-and ``prompt_multiple`` (the granularity of the KV sent with ``first_token``). ``discard`` aborts a
-transfer; ``engines_lost`` and ``supervisor`` are a supervisor's report of ended engines.
+The keys are those of public prefill/decode proxies and Tandem's own; docs/protocol.md describes
+them.
 
     prefill leg     do_remote_decode=True  [transfer_id] [first_token]
     describe        do_remote_decode=True  describe=True; sends no KV
@@ -13,10 +10,9 @@ transfer; ``engines_lost`` and ``supervisor`` are a supervisor's report of ended
                     remote_port, tp_size, transfer_id, remote_request_id, remote_num_tokens
     decode leg      the prefill answer, unchanged; or the same keys from a router that has the
                     engine's address, without remote_num_tokens: the prompt may not be computed yet.
-                    If the prefill leg has first_token, also prompt_multiple: the
-                    first_token_multiple that ``describe`` returns with the address
+                    With first_token, also prompt_multiple: ``first_token_multiple`` of ``describe``
     lost engines    engines_lost: one remote_engine_id, or a common prefix of several, up to a dot;
-                    the engines' processes have ended. supervisor: the configured supervisor token
+                    supervisor: the configured token
 """
 
 from __future__ import annotations
@@ -47,12 +43,11 @@ class EngineAddress:
 
 @dataclass(frozen=True, slots=True)
 class ProduceParams:
-    """Parameters of a prefill leg, whose KV this engine sends, or of a request with ``describe``.
+    """A prefill leg, whose KV this engine sends, or a request with ``describe``.
 
     ``transfer_id``  None: this engine generates one for a prefill leg
     ``first_token``  whether to sample the answer's first token: the engine then computes the whole
-                     prompt and sends the KV of ``whole_blocks()`` tokens. Otherwise it computes and
-                     sends the KV of all tokens but the last
+                     prompt and sends the KV of ``whole_blocks()`` tokens; else of all but the last
     """
 
     transfer_id: str | None
@@ -62,17 +57,15 @@ class ProduceParams:
 
 @dataclass(frozen=True, slots=True)
 class DiscardParams:
-    """Parameters that discard a transfer, before or after the arrival of its prefill request."""
+    """Valid before or after the arrival of the transfer's prefill request."""
 
     transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class LostParams:
-    """Supervisor's report that engines have ended and write no more.
-
-    ``engines`` is the id of an engine, or a prefix of the ids of several (``names_engine``). Valid
-    only if ``supervisor`` equals the connector's configured token, which must not be empty.
+    """Report that ``engines`` (``names_engine``) have ended and write no more. Valid only with the
+    connector's configured token, which must not be empty.
     """
 
     engines: str
@@ -81,11 +74,11 @@ class LostParams:
 
 @dataclass(frozen=True, slots=True)
 class ConsumeParams:
-    """Parameters of a decode leg: this engine receives the request's KV from ``producer``.
+    """A decode leg: this engine receives the request's KV from ``producer``.
 
     ``computed``         whether the producer has already computed the prompt
-    ``prompt_multiple``  granularity, in tokens, of the KV that the producer sends if it samples the
-                         first token (``whole_blocks()``); else 0
+    ``prompt_multiple``  argument of ``whole_blocks()`` if the producer samples the first token;
+                         else 0
     """
 
     transfer_id: str
@@ -98,7 +91,7 @@ TransferParams = ProduceParams | DiscardParams | LostParams | ConsumeParams
 
 
 def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
-    """Parse ``kv_transfer_params``; return None for a request without a transfer.
+    """Return None for a request without a transfer.
 
     Raises WireError for an invalid or missing value or for keys that exclude each other. A flag
     accepts any value: only its truth counts.
@@ -144,10 +137,8 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
 
 
 def whole_blocks(prompt_tokens: int, multiple: int) -> int:
-    """Return the number of prompt tokens whose KV a producer sends if it samples the first token.
-
-    The result is the largest multiple of ``multiple`` (above 0) that is below ``prompt_tokens``:
-    the consumer computes at least one token itself.
+    """Return the number of prompt tokens whose KV a producer sends if it samples the first token:
+    fewer than all, because the consumer computes at least one itself.
 
     >>> [whole_blocks(tokens, 16) for tokens in (1, 16, 17, 32, 33)]
     [0, 0, 16, 16, 32]
@@ -174,8 +165,7 @@ def _address(params: Mapping[str, object]) -> EngineAddress:
 def prompt_digest(token_ids: Sequence[int] | None, others: Sequence[str] = ()) -> str:
     """Return a digest of inputs that determine a prompt's KV besides the model: 32 hex digits.
 
-    ``others`` are inputs outside the token ids, in a fixed order: image identities or a cache salt,
-    for example.
+    ``others``  inputs outside the token ids, in a fixed order, such as image identities or a salt
     """
     digest = hashlib.blake2b(np.asarray(token_ids or (), "<i8").tobytes(), digest_size=16)
     for other in others:

@@ -84,8 +84,7 @@ class Producer(Production):
         """Add a prefill request. Send no KV if its transfer id is in use, ended or discarded."""
         transfer = self._transfers.get(transfer_id)
         if transfer_id in self._gone or (transfer is not None and transfer.stage is not Stage.EARLY):
-            # The id is in use, ended or discarded: this rank sends nothing, and vLLM can free the
-            # blocks when the request finishes.
+            # vLLM can free the blocks when the request finishes.
             transfer = Transfer(transfer_id, Stage.LIVE, now, expected_ranks=frozenset())
         elif transfer is None:
             transfer = self._transfers[transfer_id] = Transfer(transfer_id, Stage.LIVE, now)
@@ -111,9 +110,7 @@ class Producer(Production):
     def progress(
         self, request_id: str, new_ids: Sequence[Sequence[int]], computed_tokens: int, now: float
     ) -> list[ProducerAction]:
-        """Handle the end of a chunk; ``new_ids[g]`` are block ids to append to group g's block
-        table.
-        """
+        """``new_ids[g]``: block ids to append to group g's block table at the end of a chunk."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return []
@@ -123,9 +120,7 @@ class Producer(Production):
         return self._advance(transfer, now)
 
     def begin(self, request_id: str, new_ids: Sequence[Sequence[int]], computed_tokens: int) -> None:
-        """Handle the start of a step that reports computed layers; then call ``progress`` without
-        ids.
-        """
+        """A step that reports computed layers starts; then call ``progress`` without ids."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return
@@ -152,10 +147,10 @@ class Producer(Production):
         return actions
 
     def preempted(self, request_id: str, now: float) -> list[ProducerAction]:
-        """Handle a preemption: vLLM has freed the request's blocks and will recompute it.
+        """vLLM has freed the request's blocks and will recompute it: no new write reads the old
+        blocks.
 
-        No new write reads the old blocks. A delivery with part of a step's layers is aborted. The
-        others go on until ``fenced``.
+        A delivery with part of a step's layers is aborted. The others go on until ``fenced``.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -184,9 +179,7 @@ class Producer(Production):
         self._stepped_at = now
 
     def finished(self, request_id: str, held: bool, reason: str, now: float) -> list[ProducerAction]:
-        """Handle the end of a request, whose blocks are ``held`` until ``Sent``, or of its
-        transfer.
-        """
+        """A request has ended, with blocks ``held`` until ``Sent``, or only its transfer."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return [Sent(request_id)] if held else []
@@ -203,10 +196,8 @@ class Producer(Production):
         return actions
 
     def discard(self, transfer_id: str, now: float) -> list[ProducerAction]:
-        """Abort a transfer whose KV no engine will fetch.
-
-        Its prefill request may have arrived, or may arrive within lease_s. vLLM still computes it;
-        if ``finished`` holds its blocks, ``Sent`` follows when no write is in flight.
+        """Abort a transfer whose KV no engine will fetch. Its prefill request may have arrived, or
+        may within lease_s; vLLM still computes it, and ``Sent`` follows when no write is in flight.
         """
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
@@ -233,7 +224,6 @@ class Producer(Production):
     # Events of peers.
 
     def welcome(self, peer: Peer, consumer: ConsumerPeer, now: float) -> None:
-        """Add a consumer worker that has sent a valid Hello, perhaps again."""
         self._consumers[peer] = consumer
         self._lost.pop(peer, None)
         self._heard(peer, now)
@@ -264,7 +254,7 @@ class Producer(Production):
     # Events of the transport and the clock.
 
     def write_done(self, write_id: int, now: float) -> list[ProducerAction]:
-        """Handle the end of a write: all its bytes are in the consumer's memory."""
+        """All bytes of the write are in the consumer's memory."""
         transfer, delivery = self._writes.pop(write_id)
         delivery.written_bytes += delivery.in_flight.pop(write_id)
         delivery.moved_at = now
@@ -280,13 +270,13 @@ class Producer(Production):
         return self._writes[write_id][1].ending is None
 
     def write_refused(self, write_id: int, reason: str, now: float) -> list[ProducerAction]:
-        """Handle a write that was not posted, or in part: all that was posted has arrived."""
+        """The write was not posted, or in part: all that was posted has arrived."""
         transfer, delivery = self._writes.pop(write_id)
         delivery.in_flight.pop(write_id)
         return self._end(transfer, delivery, f"a write could not be posted: {reason}", now)
 
     def write_failed(self, write_id: int, reason: str, now: float) -> list[ProducerAction]:
-        """Handle a write that failed during or after its post: parts of it may still arrive."""
+        """The write failed during or after its post: parts of it may still arrive."""
         transfer, delivery = self._writes.pop(write_id)
         delivery.in_flight.pop(write_id)
         actions: list[ProducerAction] = []
@@ -372,5 +362,5 @@ class Producer(Production):
 
     @property
     def busy(self) -> bool:
-        """True if a transfer is open, in any stage. Writes of ended transfers do not count."""
+        """Whether a transfer is open, in any stage. Writes of ended transfers do not count."""
         return bool(self._transfers)

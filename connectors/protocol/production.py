@@ -1,6 +1,5 @@
-"""State and messages of the producer state machine, ends of peers, transitions shared by events.
-
-``producer.py`` has the transition tables, and the other events except ``orders_applied``.
+"""State and messages of the producer, ends of peers, and transitions shared by events of
+``producer.py``.
 """
 
 from __future__ import annotations
@@ -60,13 +59,12 @@ class Production:
         return [action for peer in known for action in self.worker_lost(peer, now)]
 
     def worker_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
-        """Handle the death of one consumer worker: it sends no more messages."""
         self._failed.pop(peer, None)
         self._suspects.pop(peer, None)
         return self.peer_lost(peer, now)
 
     def suspects(self) -> set[Suspect]:
-        """Return the consumer workers with failed writes whose end this host can prove."""
+        """Consumer workers with failed writes whose end this host can prove."""
         return set(self._suspects.values())
 
     def engines(self) -> set[str]:
@@ -84,9 +82,8 @@ class Production:
         return actions
 
     def _claimed(self, peer: Peer, message: AwaitStart | Offer, now: float) -> tuple[Transfer, Delivery] | str:
-        """Return the transfer and delivery that a message may change, or a reason for an Aborted.
-
-        May create both, and record the message's number. With an empty reason, no answer is sent.
+        """Return the transfer and delivery that a message may change, or a reason for an Aborted;
+        an empty one: no answer. May create both, and record the message's number.
         """
         if self._being_written(peer, message.transfer_id) or self._too_early(peer, message.transfer_id):
             return ""
@@ -139,7 +136,7 @@ class Production:
         return self._advance(transfer, now)
 
     def _being_written(self, peer: Peer, transfer_id: str) -> list[Delivery]:
-        """Return [the delivery to ``peer``] if it has writes, even of an ended transfer."""
+        """[the delivery to ``peer``] if it has writes, even of an ended transfer."""
         return [
             delivery
             for transfer, delivery in self._writes.values()
@@ -168,9 +165,8 @@ class Production:
         return transfer if transfer.consumer == peer.incarnation else None
 
     def orders_applied(self, now: float) -> list[ProducerAction]:
-        """Handle the start of a step, after all requests that have lost their blocks are reported.
-
-        Finished writes for the other requests have read their KV, so their Fins can be sent.
+        """Handle the start of a step, after all requests that have lost their blocks are reported:
+        finished writes for the others have read their KV, so their Fins can be sent.
         """
         self._intact_at = now
         unconfirmed, self._unconfirmed = self._unconfirmed, {}

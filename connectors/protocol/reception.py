@@ -1,6 +1,5 @@
-"""Requests of a consumer: queued requests without blocks, and receptions with blocks.
-
-Part of the state machine in ``consumer.py``.
+"""Requests of a consumer, queued without blocks, and receptions with blocks. Part of
+``consumer.py``.
 """
 
 from __future__ import annotations
@@ -23,12 +22,7 @@ Answer = Starting | Fin | Aborted | Failed | Cancelled | Alive
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The KV that one request needs on this rank.
-
-    ``end_token``      first token that this engine computes itself: only earlier tokens need KV
-    ``prompt_digest``  digest of the prompt (``params.prompt_digest``)
-    ``groups``         blocks to fill, one set per group
-    """
+    """The KV that one request needs on this rank: fields as in ``Offer``, and its ``producer``."""
 
     request_id: str
     transfer_id: str
@@ -54,9 +48,8 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """Requests without blocks, by transfer id.
-
-    The wait of a request ends with ``Due``, unless the request is removed first.
+    """Requests without blocks, by transfer id. A wait ends with ``Due``, unless it is removed
+    first.
     """
 
     def __init__(self, engines: ProducerEngines, limits: TransferLimits) -> None:
@@ -65,7 +58,7 @@ class RequestQueue:
         self.requests: dict[str, QueuedRequest] = {}
 
     def add(self, request_id: str, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
-        """Queue a request; return its AwaitStart, or a Connect if a handshake is needed first."""
+        """Return the request's AwaitStart, or a Connect if a handshake is needed first."""
         self._engines.touch(producer.incarnation, now)
         queued = self.requests[transfer_id] = QueuedRequest(request_id, producer, now)
         partners = self._engines.reachable(producer.incarnation)
@@ -86,7 +79,7 @@ class RequestQueue:
         return [self._ask(transfer_id, queued, partners, now) for transfer_id, queued in waiting]
 
     def connect_failed(self, incarnation: str, reason: str) -> list[Due]:
-        """End the waits for this failed handshake. No AwaitStart was sent, so no Cancel is."""
+        """No AwaitStart was sent, so no Cancel is."""
         waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]
         return [self._end(transfer_id, reason) for transfer_id, _ in waiting]
 
@@ -94,7 +87,6 @@ class RequestQueue:
         return [self._end(transfer_id, reason) for transfer_id, _ in self._of_engine(incarnation)]
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
-        """End the waits whose AwaitStart went to this dead worker; cancel their transfers."""
         actions: list[ConsumerAction] = []
         for transfer_id, queued in self._of_engine(peer.incarnation):
             if queued.asked == peer:
@@ -102,13 +94,12 @@ class RequestQueue:
         return actions
 
     def undelivered(self, peer: Peer, message: AwaitStart, now: float) -> list[ConsumerAction]:
-        """End the wait of the request whose AwaitStart could not be sent; cancel its transfer."""
         if message.transfer_id not in self.requests:
             return []
         return self._fail(message.transfer_id, f"rank {peer.rank} of the prefill engine is unreachable", now)
 
     def message(self, peer: Peer, message: Answer, now: float) -> list[ConsumerAction]:
-        """Handle a message about a queued transfer. Ignore ranks other than ``asked``."""
+        """Ignores ranks other than ``asked``."""
         queued = self.requests[message.transfer_id]
         if queued.asked != peer:
             return []
@@ -137,7 +128,7 @@ class RequestQueue:
         return [item for item in self.requests.items() if item[1].producer.incarnation == incarnation]
 
     def _ask(self, transfer_id: str, queued: QueuedRequest, partners: Sequence[Partner], now: float) -> Send:
-        """Return an AwaitStart for one rank: a prompt starts on all producer ranks at once."""
+        """One rank suffices: a prompt starts on all producer ranks at once."""
         queued.asked, queued.heard_at = partners[0].peer, now
         return Send(queued.asked, AwaitStart(transfer_id, self._engines.next_number()))
 
@@ -151,7 +142,7 @@ class RequestQueue:
 
 
 class ReceptionStage(Enum):
-    """Stage of a reception. The value is its name in ``counts``."""
+    """The value is the stage's name in ``counts``."""
 
     CONNECTING = "connecting"
     OFFERED = "offered"
@@ -164,19 +155,16 @@ GIVEN_UP = (ReceptionStage.ENDING, ReceptionStage.QUARANTINE)
 
 @dataclass(slots=True)
 class Reception:
-    """One request with blocks, from ``start`` until its blocks are safe.
+    """One request with blocks, from ``start`` until its blocks are safe: no partner may write to
+    them. The consumer also waits for verifications, at most ``hang_s`` after ``verifying_since``: a
+    verification reads the blocks, and would mean nothing once they belong to another request. Times
+    are in seconds.
 
-    Blocks are safe when no partner may write to them. The consumer also waits for verifications, at
-    most ``hang_s`` after ``verifying_since``: a verification reads the blocks, and its result would
-    mean nothing once they belong to another request. Times are in seconds.
-
-    ``number``           message number of its Offers; 0 before them
     ``writing``          partners that may still write
     ``heard_at``         time of each partner's last Alive or Starting, else of the Offer
     ``digests``          digest of each partner's bytes from its first Verify on, its units, and how
                          many of each group are in a Verify
     ``verifying``        partners whose bytes are being hashed, once for each Verify
-    ``failure``          first failure, or None
     ``check_at``         time before which no deadline passes
     """
 
@@ -218,9 +206,7 @@ class Reception:
         return [Verify(self.order.transfer_id, partner.peer, new, digest, expected)]
 
     def silent_since(self, now: float) -> float:
-        """Return ``heard_at`` of the most silent partner that may write; before the Offer,
-        ``since``.
-        """
+        """``heard_at`` of the most silent partner that may write; before the Offer, ``since``."""
         if self.stage is ReceptionStage.CONNECTING:
             return self.since
         return min((self.heard_at[peer] for peer in self.writing), default=now)

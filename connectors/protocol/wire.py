@@ -24,7 +24,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Agent metadata of the consumer worker. The producer uses it to connect and to plan."""
+    """Agent metadata of the consumer worker, with which the producer connects and plans."""
 
     agent_metadata: bytes
     kind: ClassVar[str] = "hello"
@@ -39,7 +39,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The producer worker refuses this consumer worker: the two engines cannot exchange KV."""
+    """The two engines cannot exchange KV."""
 
     reason: str
     kind: ClassVar[str] = "refused"
@@ -69,14 +69,13 @@ class Starting:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A consumer worker's blocks to fill. Valid once per transfer and consumer worker.
+    """A consumer worker's blocks to fill, one set per group. Valid once per transfer and worker.
 
     ``end_token``      first token that the consumer computes itself: only earlier tokens need KV
-    ``prompt_digest``  digest of the prompt (``params.prompt_digest``), compared by the producer
-    ``groups``         blocks to fill, one set per group
+    ``prompt_digest``  ``params.prompt_digest``, compared by the producer
     ``digest``         whether Fin must have a digest of the written bytes
-    ``number``         message number, from one ascending counter of the consumer worker; with it
-                       the producer detects late duplicates
+    ``number``         from one ascending counter of the worker; with it the producer detects late
+                       duplicates
     """
 
     transfer_id: str
@@ -90,7 +89,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The transfer is alive: the prefill request is queued, computing or held, or KV is written.
+    """The prefill request is queued, computing or held, or KV is written.
 
     ``left``  number of units of each group that have not arrived with all their layers; empty if
               none has arrived since the last Alive
@@ -105,7 +104,7 @@ class Alive:
 class Fin:
     """This producer rank has written its part of the offered blocks and writes no more.
 
-    ``digest``  digest of the source bytes, 32 hexadecimal digits; empty if not requested
+    ``digest``  of the source bytes, 32 hexadecimal digits; empty if not requested
     """
 
     transfer_id: str
@@ -134,10 +133,9 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The consumer needs no KV of the transfer, or no more of it.
-
-    The consumer keeps its blocks until Fin, Aborted or Cancelled arrives, or the producer rank is
-    dead. ``number`` is that of the cancelled Offer or, without an Offer, a new number.
+    """The consumer needs no more KV, and keeps its blocks until Fin, Aborted or Cancelled arrives,
+    or the producer rank is dead. ``number`` is that of the cancelled Offer or, without an Offer, a
+    new number.
     """
 
     transfer_id: str
@@ -147,7 +145,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The producer rank's answer to Cancel: it writes no more of this transfer to that rank."""
+    """Answer to Cancel: the rank writes no more of this transfer to that rank."""
 
     transfer_id: str
     kind: ClassVar[str] = "cancelled"

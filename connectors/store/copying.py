@@ -60,8 +60,8 @@ def copy_runs(runs: Runs) -> None:
 def _rows(first: int, last: int, length: int) -> Rows:
     """Return a view in which element i is the ``length`` bytes at address ``first + i``.
 
-    numpy copies an element of a void type with one memcpy, which is faster than a row of bytes. The
-    caller must access only elements that are runs: memory between runs may be unmapped.
+    numpy copies an element of a void type with one memcpy, faster than a row of bytes. Access only
+    elements that are runs: memory between runs may be unmapped.
     """
     memory = memoryview((ctypes.c_uint8 * (last - first + length)).from_address(first))
     return np.ndarray((last - first + 1,), np.dtype((np.void, length)), memory, strides=(1,))

@@ -1,6 +1,6 @@
 """Copy runs between a KV cache on an accelerator and staging memory.
 
-A gather or scatter on the device and one copy of packed bytes reach the speed of the bus, copies
+A gather or scatter on the device and one copy of packed bytes reach the speed of the bus; copies
 page by page do not. Torch's own operations gather and scatter, so any torch device works.
 """
 
@@ -93,7 +93,7 @@ class DeviceCopies:
                 self._used.append((start, start + len(content), self.now(self._out)))
 
     def now(self, stream: Any = None) -> Any:
-        """Return an event after what is queued on a stream; None: the thread's current one."""
+        """Return an event after what is queued on ``stream``, or on the thread's current one."""
         event = self._module.Event(**({} if self._device.type == "cpu" else {"enable_timing": True}))
         event.record(stream or self._module.current_stream())
         return event
@@ -115,9 +115,8 @@ class DeviceCopies:
             torch.cuda.cudart().cudaHostUnregister(self._address)
 
     def _take(self, rows: torch.Tensor, index: torch.Tensor, stream: Any) -> tuple[int, torch.Tensor]:
-        """Return (offset, content) of the ring's next part; ``stream`` waits for its last use.
-
-        The stream of copies from staging waits, too: it may get the rest of this part.
+        """Return (offset, content) of the ring's next part; ``stream`` waits for its last use, and
+        so does the stream of copies from staging, which may get the rest of this part.
         """
         size = len(index) * rows.shape[1] * rows.element_size()
         start = self._next if self._next + size <= _RING_BYTES else 0
@@ -133,8 +132,8 @@ class DeviceCopies:
     def _batches(self, device: Ints, host: Ints, length: Ints) -> Iterator[tuple[torch.Tensor, torch.Tensor, Pieces]]:
         """Yield (rows, index, pieces) of runs between addresses in the cache and in staging.
 
-        Row i begins at word i of a storage, so rows overlap: only those in ``index`` are used. They
-        have one length, and are in the order of their addresses in staging.
+        Row i begins at word i of a storage, so rows overlap: only those in ``index`` are used, in
+        the order of their addresses in staging.
         """
         if not len(length):
             return

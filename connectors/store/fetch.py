@@ -39,10 +39,9 @@ class Fetch:
     Once ``over``:
 
     ``end_token``  number of tokens with KV after the load
-    ``present``    objects that lookups found in time, without those that no tier could read. If
-                   the load was declined, only those in the fastest tier: others are worth a copy
+    ``present``    objects found in time, without those that no tier could read. If the load was
+                   declined, only those in the fastest tier: others are worth a copy
     ``tier``       label of the slowest tier from which an object was verified
-    ``reads``      verified bytes of each tier, and the duration of its lookups and reads
     """
 
     def __init__(
@@ -56,18 +55,17 @@ class Fetch:
         self.start_token = self.end_token = start_token
         self.beside_transfer = beside_transfer
         self.over = self.declined = False
-        self.reads: dict[str, tuple[int, float]] = {}
         self.began_at = time.monotonic()
         self.ended_at = 0.0
         self._store = store
         self._plan = store.plan.full_attention if beside_transfer else store.plan
         self._names = names
         self._limit_token = self._room_token = limit_token
-        # Verified objects and their offsets in staging.
+        # Offsets in staging of verified objects.
         self.offsets: dict[ObjectRef, int] = {}
         # Fastest tier that may have an object; it rises when a read fails.
         self._tiers: dict[ObjectRef, int] = {}
-        # Objects that are verified or can still be read.
+        # Verified, or can still be read.
         self._usable: set[ObjectRef] = set()
         self._reading: dict[ObjectRef, tuple[int, Call]] = {}
         # Start, verified bytes and end of the reads of each tier.
@@ -75,15 +73,13 @@ class Fetch:
         self._slowest = 0
         # Time from which the fetch waits for bytes of a tier.
         self._read_at = self.began_at
-        # Time for which only the fetch may delay the request, known after the lookups; and the
-        # moment since which it does.
+        # How long only the fetch may delay the request, known after the lookups; since when.
         self._patience_s = math.inf
         self._ready_at: float | None = None
         self._decided_at = 0.0
         self._queued = False
         self._candidates = [ref for ref in possible_objects(self._plan, start_token, limit_token) if ref in names]
         self._looking = True
-        # Answers of each tier.
         self._found: list[dict[ObjectRef, bool]] = [{} for _ in store.tiers]
         self._lookups: list[tuple[int, list[ObjectRef], Call]] = []
         for number, tier in enumerate(store.tiers):
@@ -222,7 +218,6 @@ class Fetch:
         return self._unread()
 
     def _free_unneeded(self) -> None:
-        """Free slots past ``end_token``, which only decreases once reads start."""
         for ref in self.offsets.keys() - set(self._needed()):
             self._store.staging.give_back(self.offsets.pop(ref))
 
@@ -291,10 +286,9 @@ class Fetch:
             label = self._store.tiers[number].folder.label
             if ended_at:
                 looked_s = sum(call.seconds for tier, _, call in self._lookups if tier == number)
-                self.reads[label] = size, looked_s + ended_at - began_at
                 # A read that ended because the transfer became due is no measurement.
                 if size or self._patience_s > 0:
-                    self._store.costs.read(label, *self.reads[label])
+                    self._store.costs.read(label, size, looked_s + ended_at - began_at)
         self._stop()
 
     def _stop(self) -> None:

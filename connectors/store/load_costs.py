@@ -1,7 +1,7 @@
-"""Decide whether a request loads stored KV, and how long it may wait for it.
+"""Decide whether a request loads stored KV, and how long it may wait for it. Sans-I/O.
 
 Without a load, the engine computes the tokens, or a transfer supplies their KV. A request waits at
-most as long as this alternative takes. All rates are measured in this engine. Sans-I/O.
+most as long as this alternative takes. All rates are measured in this engine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ TRY_AGAIN_AFTER = 32
 class LoadCosts:
     """Measured rates of loads by tier, of transfers, and of the engine's computation.
 
-    The time of a transfer includes prefill's computation, so the fastest transfer estimates the
-    link's rate. The other estimates are medians: a pause of the machine does not change them.
+    The time of a transfer includes prefill's computation, so the fastest one estimates the link's
+    rate. The other estimates are medians: a pause of the machine does not change them.
     """
 
     def __init__(self) -> None:

@@ -38,8 +38,8 @@ class Transport(Protocol):
         """Add a peer and return its name.
 
         A known peer keeps its connection; ``reconnect`` then uses the new metadata. Raises
-        TransportError, and adds no peer, if the metadata is unusable, if the peer is found
-        unreachable, or if the metadata belongs to an agent with another ``name``.
+        TransportError, and adds no peer, if the metadata is unusable or of an agent with another
+        ``name``, or the peer unreachable.
         """
         ...
 
@@ -50,18 +50,18 @@ class Transport(Protocol):
         """Remove a peer, if it has been added. No write or message to it may be in flight."""
 
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> WriteHandle:
-        """Start to copy ``runs`` (at least one) from this agent's registered memory to the peer's.
+        """Start to copy ``runs`` (at least one) to the peer's registered memory; return a handle.
 
-        Return a handle for ``poll``. Raises TransportError if nothing was posted, FailedWriteError
-        if parts of the write may arrive.
+        Raises TransportError if nothing was posted, FailedWriteError if parts of the write may
+        arrive.
         """
         ...
 
     def poll(self, handle: WriteHandle) -> bool:
         """Return whether all bytes of a write are in the peer's memory. True ends the handle.
 
-        Raises FailedWriteError if the write has failed, which also ends the handle. Parts of the
-        write may still arrive: the error is no acknowledgement.
+        So does FailedWriteError. Parts of the write may still arrive: the error is no
+        acknowledgement.
         """
         ...
 

@@ -1,9 +1,9 @@
 """Hash KV on the torch device where it lies; only 8 bytes per segment move to the host.
 
 Both ends of a transfer use these hashes of *streams* (``digest.py``) if either cache lies on an
-accelerator. There, xxh3 would be slow because it reads a stream sequentially. This module divides
-each piece of a stream into segments of at most 16 KiB, and each segment into little-endian signed
-32-bit words ``w``. It pads the last word with zeros:
+accelerator, where xxh3 would be slow: it is sequential. Each piece of a stream is divided into
+segments of at most 16 KiB, and each segment into little-endian signed 32-bit words ``w``, padded
+with zeros:
 
     sum of a segment = k[0] * w[0] + k[1] * w[1] + ...   modulo 2^64
     hash of a stream = xxh3_128 of the sums of its segments, in order
@@ -40,9 +40,8 @@ logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 16 * 2**10
 _WORD_BYTES = 4
 _HOST_BATCH_BYTES, _DEVICE_BATCH_BYTES = 2**20, 16 * 2**20
-"""Bytes gathered at a time. A CPU's batch fits in its cache. The gathered words and their 64-bit
-products take three times as much memory.
-"""
+"""Bytes gathered at a time; a CPU's batch fits in its cache. The words and their products take three
+times as much memory."""
 
 KEYS = np.frombuffer(hashlib.shake_128(b"tandem").digest(8 * SEGMENT_BYTES // _WORD_BYTES), "<i8") | 1
 
@@ -78,15 +77,11 @@ class CacheMemory:
 
 
 class DeviceMemory:
-    """A cache on a torch device, the CPU included.
-
-    On an accelerator, ``DeviceStream.feed`` returns before the device has read the bytes. Its
-    caller ensures that the bytes have been computed, for example with an event.
+    """A cache on a torch device, the CPU included. Raises ConfigurationError for a region of device
+    memory that no tensor holds.
 
     ``use_kernel``  whether one Triton kernel computes the sums of a write (``batched_digest.py``);
-                    None: on an accelerator with Triton
-
-    Raises ConfigurationError for a region of device memory that no tensor holds.
+                    None: on an accelerator. Torch does without Triton or its compiler, slowly
     """
 
     def __init__(
@@ -179,7 +174,9 @@ class DeviceMemory:
 
 
 class DeviceStream:
-    """Sums of a stream's segments stay on the device until ``digest``."""
+    """Sums of a stream's segments stay on the device until ``digest``. ``feed`` returns before the
+    device has read the bytes.
+    """
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory

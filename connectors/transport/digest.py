@@ -2,8 +2,7 @@
 
 Both ends feed the units of a transfer in ascending order, in any number of calls. A *stream* is the
 bytes of consecutive pieces of equal length in one layer of one group (``planning/plan.py``), unit
-after unit. Each stream has a hash of its own, so the ends may feed layers in any order. The digest
-combines all streams:
+after unit. Each stream has a hash of its own, so the ends may feed layers in any order:
 
     xxh3_128( for every stream: group, first piece, bytes fed, hash of the stream )
 
@@ -49,8 +48,6 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """A cache in host memory; streams are hashed with xxh3_128."""
-
     def __init__(self, layout: EngineLayout) -> None:
         self.num_blocks = layout.num_blocks
         self._base = min(region.address for region in layout.regions)
@@ -91,8 +88,6 @@ class HostMemory:
 
 
 class HostStream:
-    """Hash of one stream, which ``feed`` extends by ``length`` bytes at each address, in order."""
-
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
         self._hasher = xxhash.xxh3_128()

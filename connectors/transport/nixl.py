@@ -26,10 +26,7 @@ _PARAMETERS = {"UCX": {"engine_config": "TCP_CONN_NB=y"}}
 
 
 class NixlTransport:
-    """A NIXL agent; implements ``Transport``.
-
-    NIXL's error classes cannot be imported by name, so this class catches any Exception.
-    """
+    """A NIXL agent. NIXL's error classes cannot be imported by name: this catches any Exception."""
 
     kind = "nixl"
 

@@ -2,8 +2,7 @@
 
 The sender writes, then sends a message, as engines do; the parent process compares digests of both
 memories. The output is one JSON object: `seconds`, the time of the write, and `bytes`; or `error`.
-It also has `plugins`, the backends of this NIXL build, if the transfer succeeds or a child process
-itself reports the error.
+It also has `plugins`, the backends of this NIXL build, unless a process ended without an answer.
 """
 
 from __future__ import annotations
@@ -126,7 +125,6 @@ def _start(end: str, arguments: list[str], environment: dict[str, str], show: bo
 
 
 def _tell(process: subprocess.Popen[bytes], what: dict[str, Any]) -> None:
-    """Send a JSON line to a process. If it has ended, `_answer` reports that."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(json.dumps(what).encode() + b"\n")
@@ -244,7 +242,6 @@ def _rest(give_up_at: float, otherwise: str) -> None:
 
 
 def _plugins() -> list[str]:
-    """Return the backends of this NIXL build; empty if they cannot be listed."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     try:

@@ -6,8 +6,8 @@
                inputs at their offsets
     key        namespace, prefix up to the object's end, group
 
-All three are BLAKE2b digests of these values. They do not depend on Python's ``hash``, the TP size,
-block sizes or the host.
+All three are BLAKE2b digests. They do not depend on Python's ``hash``, the TP size, block sizes or
+the host.
 """
 
 from __future__ import annotations
@@ -84,10 +84,9 @@ def namespace(model: ModelFingerprint, plan: StorePlan, store: EngineLayout) -> 
 
 
 class PrefixChain:
-    """Digests of one request's prefixes at the ends of objects, extended as tokens become known.
+    """Digests of one request's prefixes at each multiple of each of ``spans``.
 
-    The chain keeps the digest at each multiple of each of ``spans``. A feature is part of all
-    digests of prefixes that end after its offset.
+    A feature is part of all digests of prefixes that end after its offset.
 
     ``adapter``  identity of the LoRA adapter's content; empty without an adapter
     """

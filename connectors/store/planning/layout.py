@@ -1,10 +1,8 @@
 """Describe the store as a virtual engine, so that the transfer planner also plans store copies.
 
-The virtual engine has TP 1 and a dense layout with one block per object. ``prove_store`` proves the
-copies into objects, ``plan_rank`` the copies from objects.
-
-An object may have any address in a process. The virtual engine therefore begins at address 0 with
-blocks one byte apart: *the block id of an object is the address of its first byte.*
+It has TP 1 and a dense layout with one block per object. An object may have any address in a
+process, so the virtual engine begins at address 0 with blocks one byte apart: *the block id of an
+object is the address of its first byte.*
 
 An object holds its layers in order. Each layer holds its parts in order, each as (heads, stripes,
 rows, bytes), so the heads of one rank are contiguous.

@@ -1,7 +1,6 @@
 """List the units to copy (``Moves``) from a request's blocks into objects, and back.
 
-``store_moves`` and ``load_moves`` return moves for the plans of ``layout.plan_rank``. The group
-numbers of moves therefore count only groups that have objects.
+The group numbers of moves count only groups that have objects, as in ``layout.plan_rank``.
 
 ``tables[g]``       block table of KV cache group g, with or without objects
 ``addresses[ref]``  address in this process of the staging slot of an object
@@ -34,10 +33,7 @@ def object_in_blocks(spans: GroupSpans, table: Sequence[int], ref: ObjectRef) ->
 def store_moves(
     plan: StorePlan, pair: PairPlan, tables: Sequence[Sequence[int]], addresses: Mapping[ObjectRef, int]
 ) -> list[Moves]:
-    """Return the moves that copy a request's blocks into the objects in ``addresses``.
-
-    Raises PlanError if a block of an object has left the window.
-    """
+    """Copy blocks into the objects in ``addresses``; PlanError if a block has left the window."""
     moves = []
     for number, spans in enumerate(plan.stored):
         refs = sorted(ref for ref in addresses if ref.group == spans.index)

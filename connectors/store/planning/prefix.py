@@ -1,9 +1,8 @@
 """Compute the objects that a step completes or a request needs, and the usable stored prefix.
 
-Here, a request *resumes at token t* if the engine computes it from token t on, and takes the
-earlier KV that it needs from the engine's own cache and from objects. Together with a transfer,
-objects supply only full-attention KV before t (``StorePlan.full_attention``); the transfer supplies
-full-attention KV from t on, windows and states.
+A request *resumes at token t* if the engine computes it from token t on, and takes the earlier KV
+that it needs from its own cache and from objects. Beside a transfer, objects supply only
+full-attention KV before t (``StorePlan.full_attention``).
 
 An object is identified by its group and its end token. It keeps the tokens ``[end_token -
 kept_tokens, end_token)``, or the state after ``end_token`` tokens.
@@ -85,10 +84,7 @@ def resume_points(plan: StorePlan, start_token: int, limit_token: int) -> Iterat
 
 
 def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
-    """Return the largest token at which a request can resume with ``present`` objects.
-
-    ``start_token`` if no object is usable.
-    """
+    """Return the largest token at which a request can resume; ``start_token`` without one."""
     for group in plan.full_attention.groups:
         limit_token = min(limit_token, _covered(group, present, start_token, limit_token))
     others = _not_full(plan)
@@ -99,7 +95,6 @@ def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, li
 
 
 def possible_objects(plan: StorePlan, start_token: int, limit_token: int) -> list[ObjectRef]:
-    """Return all objects that a resume in ``(start_token, limit_token]`` could need, sorted."""
     points = list(resume_points(plan, start_token, limit_token))
     refs = set(needed_objects(plan.full_attention, start_token, points[0])) if points else set()
     for group in _not_full(plan):

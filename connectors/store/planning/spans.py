@@ -5,8 +5,8 @@ row    one token, or several that a kernel packs together (``connectors/planning
 span   tokens of one group per object: ``chunk_tokens`` for a state, or if chunks end between rows
        in all layers; else the fewest tokens that cover a chunk and are whole rows, with a warning
 
-Spans depend on rows and not on the allocator's block size, so engines of different block sizes have
-the same objects.
+Spans do not depend on the allocator's block size, so engines of different block sizes have the same
+objects.
 
 An object *keeps* the tokens that a reader needs: its whole span; of a sliding window, the last
 tokens that attention after the chunk's end reads, rounded up; of chunked attention, nothing if
@@ -65,7 +65,6 @@ class StorePlan:
 
     @cached_property
     def spans(self) -> tuple[int, ...]:
-        """Distinct spans, in tokens, of the groups that have objects, ascending."""
         return tuple(sorted({group.span_tokens for group in self.stored}))
 
     @cached_property
@@ -86,7 +85,7 @@ class StorePlan:
 
 
 def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -> StorePlan:
-    """Plan how ``groups`` are stored. Raises ConfigurationError if ``chunk_tokens`` cannot fit."""
+    """Raises ConfigurationError if ``chunk_tokens`` cannot fit."""
     if not groups:
         raise ConfigurationError("store: the model has no KV cache groups, so there is nothing to store; remove store")
     spans = tuple(_spans(group, chunk_tokens) for group in groups)

@@ -1,4 +1,4 @@
-"""System calls on object files. Tests replace the class ``Files`` to inject failures."""
+"""System calls on object files. Tests replace ``Files`` to inject failures."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from connectors.store.tiers.objects import HEADER_BYTES
 from connectors.store.tiers.open_folder import OpenFolder
 
 PIECE_BYTES = 256 << 10
-"""Maximum payload bytes per read call. A read reports progress after each call, so that the store
-can tell a slow disk from a hanging one (``lanes.py``). A piece also fits into the CPU's L2
-cache, so that its digest is computed there."""
+"""Maximum payload bytes per read call. Each reports progress, so that a slow disk does not count as
+hanging. A piece fits into the CPU's L2 cache, where its digest is computed."""
 
 
 class Files:
     """File operations, one file per call. Methods raise OSError."""
 
     def head(self, folder: OpenFolder, name: str) -> tuple[bytes, os.stat_result]:
-        """Return the header's bytes (fewer if the file is shorter). As ``read``."""
         with _opened(folder, name) as (fd, state):
             return os.pread(fd, HEADER_BYTES, 0), state
 
@@ -33,8 +31,7 @@ class Files:
         """Read a file's payload into ``payload``, up to the end of either.
 
         Return the header's bytes (fewer if the file is shorter) and the number of payload bytes.
-        ``piece_read`` gets the bytes of each read call. Also raises CorruptObjectError if the file
-        is not a regular one.
+        ``piece_read`` gets the bytes of each call. Raises CorruptObjectError for no regular file.
         """
         with _opened(folder, name) as (fd, state):
             header = bytearray(HEADER_BYTES)

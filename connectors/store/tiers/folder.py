@@ -5,14 +5,13 @@
     <path>/parts/<process>-<number>   files being written, locked by their writers
     <path>/objects/<namespace>/<key>  complete objects; renamed into place, content never changed
 
-The folder is on a disk, or on tmpfs for host memory. There is no index: a lookup opens the file of
-a key. Methods block on the file system, so callers run all but the constructor and ``close`` in
-threads with deadlines (``lanes.py``). A failure is a miss or a dropped store.
+There is no index: a lookup opens the file of a key. Methods block on the file system, so callers
+run all but the constructor and ``close`` in threads with deadlines (``lanes.py``). A failure is a
+miss or a dropped store.
 
 Eviction removes the object with the earliest modification time, which records its last use
 (``_used_ns``), of those that this process has stored or found when it last counted the bytes: at
-its start, and when no such object is left. So it evicts objects that other processes store later
-last.
+its start, and when no such object is left. So it evicts objects that others store later last.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class FolderTier:
             return self._usage.used_bytes
 
     def find(self, name: ObjectName) -> bool:
-        """Return whether an object exists. Removes a file with a corrupt or another header."""
+        """Removes a file with a corrupt or another header."""
         try:
             head, state = self.files.head(self._space(name.path), name.path[1])
             check_header(head, state.st_size, name.path)
@@ -131,9 +130,8 @@ class FolderTier:
     def read(self, name: ObjectName, payload: memoryview, piece_read: Callable[[], None] = lambda: None) -> None:
         """Read an object into ``payload`` and verify its header and digest.
 
-        Raises StoreError if the file is missing or unreadable. Removes a corrupt object, or one
-        whose payload has another size than ``payload``, and raises CorruptObjectError. After an
-        error, the content of ``payload`` is undefined.
+        Raises StoreError if the file is missing or unreadable. Removes a corrupt object, or one of
+        another size, and raises CorruptObjectError. After an error, ``payload`` is undefined.
         """
         digest = PayloadDigest()
 
@@ -356,7 +354,7 @@ def _last_use_ns(state: os.stat_result) -> int:
 def _used_ns(name: ObjectName) -> int:
     """Return the modification time for a use now: the period and, within it, the object's place.
 
-    So a prompt loses its last objects first: without its first one, the others would be of no use.
+    So a prompt loses its last objects first: without its first one, the others are of no use.
     """
     place = (_TOKENS - 1 - min(name.end_token, _TOKENS - 1)) * (_PERIOD_NS // _TOKENS)
     return time.time_ns() // _PERIOD_NS * _PERIOD_NS + place

@@ -1,7 +1,7 @@
 """Threads for a tier's blocking calls, so that a hanging file system blocks no caller.
 
-A call that runs past its deadline *hangs* and keeps its thread. If the calls of all threads of a
-lane hang, the lane rejects calls until one returns. Queued calls end at their deadlines.
+A call that runs past its deadline *hangs* and keeps its thread. If all threads of a lane hang, it
+rejects calls until one returns. Queued calls end at their deadlines.
 """
 
 from __future__ import annotations

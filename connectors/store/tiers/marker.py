@@ -19,8 +19,7 @@ MARKER = "tandem-kv-store"
 def opened_root(path: Path, create: bool) -> Iterator[OpenFolder]:
     """Open a tier's folder. Raises ConfigurationError if it cannot be a tier, also for any OSError.
 
-    Other users must not be able to change it (``open_folder``), and this user must be able to write
-    to it. Without the marker of a store it must be empty, except for ``lost+found``.
+    Without the marker of a store it must be empty, except for ``lost+found``.
     """
     try:
         root = open_folder(path, create)

@@ -1,4 +1,4 @@
-"""File format of a stored object: a header of 112 bytes, then the payload.
+"""File format of a stored object: a header of 112 bytes, then the payload. Little endian.
 
     magic, version, header bytes   8 + 2 + 2
     group                          4
@@ -6,8 +6,7 @@
     payload bytes, end token       8 + 8     the file ends with the payload
     payload digest, header digest  16 + 16   xxh3_128; the header digest covers all fields before it
 
-The second column has the bytes of each field. Numbers are little endian. A lookup checks the
-header; a read checks header and payload before a request uses the object.
+A lookup checks the header; a read checks header and payload before a request uses the object.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class ObjectName:
 
     @property
     def path(self) -> tuple[str, str]:
-        """Names of the folder, below ``objects``, and of the file."""
         return self.space.hex(), self.key.hex()
 
 

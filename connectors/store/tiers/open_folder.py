@@ -20,10 +20,8 @@ _MAX_LINKS = 40
 class OpenFolder:
     """An open folder, whose methods take names of its entries and follow no link.
 
-    The descriptor ``fd`` is closed with the last reference: keep one while you use it. A thread
-    that returns from a hanging disk thus never uses a reused descriptor.
-
-    ``path``  where it was opened, for messages
+    The descriptor ``fd`` is closed with the last reference. A thread that returns from a hanging
+    disk thus never uses a reused descriptor. ``path`` is for messages.
     """
 
     __slots__ = ("fd", "path")
@@ -35,10 +33,7 @@ class OpenFolder:
         os.close(self.fd)
 
     def folder(self, name: str, create: bool = False) -> OpenFolder:
-        """Open a folder in this one.
-
-        Raises OSError, also if it is a link, or another user owns it or may write to it.
-        """
+        """Raises OSError, also if it is a link, or another user owns it or may write to it."""
         if create:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self.fd)
@@ -51,9 +46,8 @@ class OpenFolder:
         return found
 
     def file(self, name: str, create: bool = False) -> int:
-        """Open a file for reading and writing.
-
-        Raises OSError also if the store would overwrite a file of others: a link, or another name.
+        """Raises OSError also for a link, or a file with another name: the store could overwrite
+        it.
         """
         try:
             fd = self.open(name, os.O_RDWR | os.O_CREAT if create else os.O_RDWR)

@@ -81,7 +81,7 @@ class Staging:
             return sum(self._slots[offset][0] for offset in offsets)
 
     def take(self, size_bytes: int) -> int | None:
-        """Return the offset of a new slot for ``size_bytes``, with one user; None without room."""
+        """Return the offset of a new slot, with one user; None without room."""
         size = slot_bytes(size_bytes)
         with self._lock:
             for number, (offset, length) in enumerate(self._free):

@@ -2,9 +2,9 @@
 
 A process that holds the lock marks the usage file dirty, and clean before it releases the lock,
 unless a file has changed without the lock or its count. A process that finds it dirty, damaged or
-missing counts the files again, so a process may be killed at any point. Each process also counts
-them at its first use. The lock is ``flock`` on the folder: it does not vanish with the usage file,
-and the kernel releases that of a dead process.
+missing counts the files again, and so does each at its first use: a process may be killed at any
+point. The lock is ``flock`` on the folder: it does not vanish with the usage file, and the kernel
+releases that of a dead process.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ class Usage:
             self._thread_lock.release()
 
     def recount(self) -> None:
-        """Raises OSError and StoreError if the files cannot be counted."""
         # Reset first, so that a `distrust` during the count is kept.
         self._distrusted = False
         try:
@@ -109,7 +108,7 @@ class Usage:
         self._distrusted = True
 
     def close(self) -> None:
-        """Make ``locked`` fail from now on. A thread that holds the lock keeps the folder open."""
+        """A thread that holds the lock keeps the folder open."""
         self._folder = None
 
     def _check_folder(self) -> None:

@@ -1,7 +1,5 @@
-"""Identify the content of LoRA adapters in this process's memory, as vLLM read it from files.
-
-vLLM computes KV with the weights in memory, and the files of an adapter may have changed since vLLM
-read them. So this module hashes an adapter's files when vLLM reads them (docs/decisions/0031).
+"""Identify the content of LoRA adapters in this process's memory, as vLLM read it from files: a
+file may have changed since (docs/decisions/0031).
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADAPTERS_KEPT = 10_000
-"""Number of adapters whose identities a process keeps: those loaded or used last."""
 
 _FOLDERS_KEPT = 1024
 
@@ -36,16 +33,13 @@ _State = tuple[tuple[str, int, int, int, int, int], ...]
 """Name, device, inode, size, and modification and status change time (ns) of each file."""
 
 UNKNOWN = ""
-"""Identity of an adapter of unknown content, or of a path that may have KV of several contents.
-
-Such KV may be in vLLM's prefix cache or in requests in progress.
-"""
+"""Identity of an adapter of unknown content, or of a path that may have KV of several contents in
+vLLM's prefix cache or in requests in progress."""
 
 
 class Adapter(NamedTuple):
-    """vLLM's id of a LoRA adapter, which selects its weights, and its path in requests.
-
-    vLLM's prefix cache identifies an adapter by name and path.
+    """vLLM's id of a LoRA adapter, which selects its weights, and its path in requests. vLLM's
+    prefix cache identifies an adapter by name and path.
     """
 
     number: int
@@ -60,7 +54,7 @@ class AdapterLoads:
     """Identities of the adapters that this process has loaded. Not thread-safe.
 
     An identity other than UNKNOWN is equal on two engines only if they have loaded the same
-    content. Until the engine ends, the identity is UNKNOWN for
+    content. Until the engine ends, it is UNKNOWN for
 
     - a path that has had two contents,
     - a path whose weights vLLM has replaced by those of another path with the same id: requests
@@ -83,7 +77,6 @@ class AdapterLoads:
         return self._identities
 
     def identity(self, adapter: Adapter) -> str:
-        """Return the identity of an adapter; UNKNOWN if this process has not loaded it."""
         if adapter not in self._identities:
             return UNKNOWN
         identity = self._identities[adapter] = self._identities.pop(adapter)
@@ -91,10 +84,9 @@ class AdapterLoads:
 
     @contextlib.contextmanager
     def reading(self, request: LoRARequest, folder: Path) -> Iterator[None]:
-        """Record the adapter that vLLM reads from ``folder`` within this context.
+        """Record the adapter that vLLM reads from ``folder`` within this context, unless it raises.
 
-        Records nothing if vLLM's read raises. There is no deadline: like vLLM, this method waits
-        for a file system that does not answer.
+        There is no deadline: like vLLM, this waits for a file system that does not answer.
         """
         before, digest = self._digest(folder)
         yield
@@ -177,9 +169,8 @@ _LOADS = AdapterLoads()
 
 
 def adapter_loads() -> AdapterLoads:
-    """Start to record the adapter loads of this process, and return the record.
-
-    Call it before vLLM's worker loads an adapter.
+    """Return the record of adapter loads of this process, which begins with the first call: call it
+    before vLLM's worker loads an adapter.
     """
     watch_adapter_loads(_LOADS.reading)
     return _LOADS

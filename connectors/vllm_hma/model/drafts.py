@@ -1,8 +1,8 @@
 """Speculative decoding: which methods keep KV of drafts in the cache, and whose KV can be sent.
 
-Methods without a model (n-gram, suffix) and Medusa keep no KV. A draft model, EAGLE and MTP add
-layers to the KV cache. Wrong KV of a draft lowers the acceptance rate and cannot change an answer:
-the target model verifies every token.
+Methods without a model (n-gram, suffix) and Medusa keep none. A draft model, EAGLE and MTP add
+layers to the KV cache. Wrong KV of a draft cannot change an answer: the target model verifies every
+token.
 """
 
 from __future__ import annotations
@@ -54,14 +54,13 @@ def drafting(config: VllmConfig) -> SpeculativeConfig | None:
 
 
 def reads_next_token(config: VllmConfig) -> bool:
-    """Return whether a draft's KV at a position depends on the next token, as in EAGLE and MTP."""
+    """Whether a draft's KV at a position depends on the next token, as in EAGLE and MTP."""
     return config.num_prefill_lookahead_tokens > 0
 
 
 def draft_identity(config: VllmConfig, unchanged_since_s: float = math.inf) -> str:
-    """Return a digest of method and draft model; empty if the cache holds no KV of drafts.
-
-    It excludes the number of speculated tokens, which may differ. Raises as ``weights_identity``.
+    """Return a digest of method and draft model, without the number of speculated tokens, which may
+    differ; empty without KV of drafts. Raises as ``weights_identity``.
     """
     speculative = drafting(config)
     if speculative is None:
@@ -75,7 +74,7 @@ def model_of(config: VllmConfig, layer: str) -> ModelConfig:
     """Return the configuration of the model that has this layer: the target's or the draft's.
 
     A draft model's layers have a prefix. EAGLE and MTP number their layers after the target's
-    layers (vLLM's ``models/llama_eagle.py``).
+    (vLLM's ``models/llama_eagle.py``).
     """
     speculative = drafting(config)
     if speculative is None:

@@ -63,15 +63,13 @@ def model_identity(
 
 
 def store_fingerprint(identity: ModelIdentity) -> ModelFingerprint:
-    """Return the model's part of the store's namespace. The store keeps no KV of drafts."""
+    """The model's part of the store's namespace. The store keeps no KV of drafts."""
     return ModelFingerprint(identity.model, identity.dtype, identity.cache_dtype, identity.engine_version)
 
 
 def _uses_long_rope(model: ModelConfig) -> bool:
-    """Return whether LongRoPE uses its long factors.
-
-    The engine's ``max_model_len`` selects the factors for prompts of all lengths. Source:
-    vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py
+    """Whether LongRoPE uses its long factors: ``max_model_len`` selects them for prompts of all
+    lengths (vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py).
     """
     return any(
         positions.get("rope_type") == "longrope"
@@ -83,8 +81,8 @@ def _uses_long_rope(model: ModelConfig) -> bool:
 def resolved_cache_dtype(name: str, model: ModelConfig) -> str:
     """Return the name of the dtype that a value of vLLM's ``kv_cache_dtype`` selects.
 
-    Two values may select one dtype: ``auto`` selects the model's, ``fp8`` the platform's kind of
-    E4M3. torch's dtype does not suffice: vLLM stores every kind of FP8 as uint8.
+    ``auto`` selects the model's, ``fp8`` the platform's kind of E4M3. torch's dtype does not
+    suffice: vLLM stores every kind of FP8 as uint8.
     """
     if name == "auto":
         return str(model.dtype).removeprefix("torch.")
@@ -108,10 +106,9 @@ def weights_identity(
 
 
 def named_weights(name: str, revision: str | None, stored: bool = False, unchanged_since_s: float = math.inf) -> str:
-    """Return a string that identifies the weights of a local path or a Hugging Face Hub model.
-
-    It is the digest of the weight files for a local path, and name and commit for a hub model. If
-    the commit is unknown, it is name and revision, with a warning in the log.
+    """Return a string that identifies the weights of a local path or a Hugging Face Hub model: a
+    digest of the files, or name and commit. If the commit is unknown, it is name and revision, with
+    a warning.
 
     Raises ConfigurationError if ``stored`` and the commit is unknown, and as ``digest_weights``.
     """
@@ -136,7 +133,6 @@ def _unverified(what: str, remedy: str, identity: str, stored: bool) -> str:
 
 
 def is_commit(revision: str | None) -> bool:
-    """Return whether a revision is a full commit hash: 40 lower-case hexadecimal digits."""
     return revision is not None and len(revision) == 40 and all(each in "0123456789abcdef" for each in revision)
 
 

@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 def requested_layout(config: VllmConfig) -> str | None:
     """Return the layout to request from vLLM; None for no preference.
 
-    The environment variable ``VLLM_KV_CACHE_LAYOUT`` takes precedence over it. If another backend
-    of the model does not support it, vLLM logs a warning and uses its own first choice
-    (``resolve_kv_cache_layout`` in vllm/v1/attention/backends/utils.py).
+    ``VLLM_KV_CACHE_LAYOUT`` takes precedence. If another backend of the model does not support it,
+    vLLM uses its own first choice (``resolve_kv_cache_layout`` in
+    vllm/v1/attention/backends/utils.py).
     """
     model = config.model_config
     if model is None:
@@ -52,10 +52,9 @@ def requested_layout(config: VllmConfig) -> str | None:
 
 
 def _mixed_pages(config: VllmConfig) -> bool:
-    """Return whether layers may differ in heads, head size or kind of cache.
-
-    vLLM then accepts block-compact layouts only. Attributes of the configuration as in
-    ``translate.total_heads``: MiMo-V2, Inkling, Step and Puzzle models.
+    """Return whether layers may differ in heads, head size or kind of cache: vLLM then accepts
+    block-compact layouts only. Attributes as in ``translate.total_heads``: MiMo-V2, Inkling, Step,
+    Puzzle.
     """
     model = config.model_config
     names = ("swa_num_key_value_heads", "swa_head_dim", "attention_other_setting", "block_configs")

@@ -1,4 +1,4 @@
-"""Checks and identity of images and other multimodal inputs, which these docstrings call images."""
+"""Checks and identity of images and other multimodal inputs, all called images here."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_
 
 
 def check_media(config: VllmConfig) -> None:
-    """Raise ConfigurationError if vLLM names images by counters and not by content.
-
-    vLLM hashes contents only for its processor cache and its prefix cache
-    (vllm/renderers/base.py, ``_process_mm_uuids``).
+    """Raise ConfigurationError if vLLM names images by counters and not by content: it hashes
+    contents only for its processor cache and its prefix cache (vllm/renderers/base.py,
+    ``_process_mm_uuids``).
     """
     media = config.model_config.multimodal_config
     if media is None or media.mm_processor_cache_gb > 0 or config.cache_config.enable_prefix_caching:
@@ -34,9 +33,9 @@ def check_media(config: VllmConfig) -> None:
 def image_processing(model: ModelConfig) -> dict[str, Any] | None:
     """Return the settings and processor files that affect an image's KV; None for a text model.
 
-    vLLM's names of images contain neither, only the content and the request's
-    ``mm_processor_kwargs`` (vllm/renderers/base.py). A hub model's commit already identifies its
-    processor files. Raises OSError if a file cannot be read.
+    vLLM's names of images contain only the content and the request's ``mm_processor_kwargs``
+    (vllm/renderers/base.py). A hub model's commit already identifies its processor files. Raises
+    OSError if a file cannot be read.
     """
     media = model.multimodal_config
     if media is None:
@@ -53,9 +52,8 @@ def image_processing(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def processor_files(model: str) -> dict[str, str]:
-    """Return digests of the files with settings of a local model's Hugging Face processor.
-
-    Empty for a hub model. Raises OSError if a file cannot be read.
+    """Return digests of the files with settings of a local model's Hugging Face processor. Raises
+    OSError if one cannot be read.
     """
     paths = [Path(model) / name for name in _PROCESSOR_FILES]
     return {path.name: digest_file(path) for path in paths if path.is_file()}
@@ -64,16 +62,15 @@ def processor_files(model: str) -> dict[str, str]:
 def named_by_content(request: Request) -> bool:
     """Return whether the names of all images of a request look like vLLM's digests of content.
 
-    A client of a vLLM server may name an image itself (``uuid`` of a content part), and vLLM takes
-    that name as it is, or a hash of it, which has a prefix (``upstream/vllm_media_names.py``). This
-    function cannot tell a client's own digest from vLLM's.
+    A client's own name is used as it is, or a hash of it, which has a prefix
+    (``upstream/vllm_media_names.py``). A client's own digest cannot be told from vLLM's.
     """
     # The name may start with that of a LoRA adapter (vllm/v1/engine/input_processor.py).
     return all(is_digest(each.identifier.rpartition(":")[2]) for each in request.mm_features)
 
 
 def reads_whole_images(config: VllmConfig) -> bool:
-    """Return whether tokens of an image attend to later tokens of this image, as in Gemma 3."""
+    """Whether tokens of an image attend to later tokens of this image, as in Gemma 3."""
     return bool(config.model_config.is_mm_prefix_lm)
 
 

@@ -1,7 +1,7 @@
 """Layout of a state layer's page, and vLLM's split of it over tensor-parallel ranks.
 
-``translate.py`` calls ``state_parts``. vLLM stores one int8 page per state, with the tensors of
-``MambaSpec.shapes`` one after another without gaps:
+vLLM stores one int8 page per state, with the tensors of ``MambaSpec.shapes`` one after another
+without gaps:
 
     Mamba-1            conv [channels]            recurrent (channels, state)
     Mamba-2            conv [x | B | C]           recurrent (heads, head size, state)
@@ -14,8 +14,8 @@ ranks. B and C of a Mamba-2 model with a single group are replicated on every ra
 state holds its last tokens as (channels, tokens), called DS, or as (tokens, channels), SD.
 
 Two kinds of states move as one opaque page. A state that vLLM replicates as a whole on every rank
-moves between engines of any TP sizes. A state that does not match the table, or whose number of
-Mamba-2 groups is unknown, moves between engines of equal TP size.
+moves between engines of any TP sizes. One that does not match the table, or whose number of Mamba-2
+groups is unknown, moves between engines of equal TP size.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ class _Section:
 def state_parts(
     config: VllmConfig, layer: str, spec: MambaSpec, view: torch.Tensor, num_blocks: int
 ) -> list[LayerPages]:
-    """Return the parts of a state layer. ``view`` has shape (blocks, 1, 1, bytes).
-
-    Raises UnsupportedCacheError if the view does not match the spec.
+    """``view`` has shape (blocks, 1, 1, bytes). Raises UnsupportedCacheError if it does not match
+    the spec.
     """
     blocks, heads, states, content = view.shape
     held = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
@@ -90,9 +89,8 @@ class _Page:
         return self.part(_Section(name, 1, total, size_bytes), offset, size_bytes, 1, size_bytes)
 
     def part(self, section: _Section, offset: int, unit_stride: int, rows: int, row_stride: int) -> LayerPages:
-        """Return one part of the page: ``section``, each unit of which is stored as ``rows`` rows.
-
-        Offset, strides and ``section.width``, the size of a row, are in bytes.
+        """Each unit of ``section`` is ``rows`` rows. All sizes, ``section.width`` of a row
+        included, are in bytes.
         """
         return LayerPages(
             layer=self.layer,
@@ -116,10 +114,8 @@ def _packing(spec: MambaSpec, device: str) -> str:
 
 
 def _sections(config: VllmConfig, spec: MambaSpec, tp_size: int) -> tuple[list[_Section], list[_Section]] | None:
-    """Return the sections of the convolution state and of the recurrent state.
-
-    Widths are in elements. None for a kind of state that is not in the module's table, for shapes
-    that do not match the kind, and for an unknown number of Mamba-2 groups.
+    """Return the sections of the convolution and of the recurrent state, with widths in elements.
+    None for what does not match the module's table, and for an unknown number of Mamba-2 groups.
     """
     kind, last = spec.mamba_type, spec.shapes[-1]
     if kind is MambaAttentionBackendEnum.LINEAR and len(spec.shapes) == 1:
@@ -157,8 +153,8 @@ def _channels(shape: tuple[int, ...]) -> int:
 def _total_groups(config: VllmConfig, groups: int, tp_size: int) -> int | None:
     """Return the number of Mamba-2 groups in the model; None if unknown.
 
-    A single group on this rank is one of ``tp_size`` groups, or a replica of the model's only
-    group; only the model's configuration distinguishes them.
+    A single group on this rank is one of ``tp_size``, or a replica of the model's only group; only
+    the model's configuration distinguishes them.
     """
     if groups > 1 or tp_size == 1:
         return groups * tp_size

@@ -2,10 +2,9 @@
 
 vLLM 0.32 views every attention layer's cache as (blocks, KV heads, states, content), for any
 strides. Here a state is one token, and the content is K and V of one head, the latent of MLA, or a
-head slot (``num_head_slots``). CPU attention keeps that shape but packs a head's tokens
-differently: K first, then V, each in stripes that depend on the instruction set
-(``upstream/cpu_build/vllm_cpu_attention.py``). State layers (Mamba and similar) have one int8 page
-per recurrent state (``states.py``).
+head slot (``num_head_slots``). CPU attention packs a head's tokens differently
+(``upstream/cpu_build/vllm_cpu_attention.py``). State layers have one int8 page per recurrent state
+(``states.py``).
 
 Only this module and ``states.py`` interpret the specs and tensors, so only they need a branch for a
 new model family. For an unknown cache, they raise UnsupportedCacheError with layer and reason.
@@ -77,12 +76,11 @@ def engine_layout(
 
 
 def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
-    """Return the cache groups without their layers.
+    """Return the cache groups without their layers, which needs no tensors: both sides refuse a
+    cache before the engine accepts requests.
 
-    It needs no tensors, so the scheduler side can call it, and both sides can refuse a cache before
-    the engine accepts requests: UnsupportedCacheError for a kind of cache or a parallel axis that
-    is not supported, for a group that mixes kinds, and for one that vLLM excludes from KV
-    transfers.
+    Raises UnsupportedCacheError for a kind of cache or a parallel axis that is not supported, for a
+    group that mixes kinds, and for one that vLLM excludes from KV transfers.
     """
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -110,8 +108,8 @@ def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
 def only_states_can_lag(cache: KVCacheConfig) -> bool:
     """Return whether only states can be missing from a prefix that full attention has cached.
 
-    False without states. False with windows or several specs of full attention: vLLM evicts the
-    blocks of such layers separately, so these blocks can be missing, too.
+    False without states, and with windows or several specs of full attention: vLLM evicts the
+    blocks of such layers separately.
     """
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     others = [spec for spec in specs if type(spec) is not MambaSpec]
@@ -124,8 +122,8 @@ def check_stored_states(cache: KVCacheConfig) -> None:
 
     A prefix cache has states in several blocks of a request (``mamba_cache_mode`` "align"). If the
     request's next step ends in another block, vLLM's V1 runner copies the state there before it
-    calls ``start_load_kv`` (``preprocess_mamba`` in vllm/v1/worker/gpu_model_runner.py). The step
-    would begin with what the block had before the load.
+    calls ``start_load_kv`` (``preprocess_mamba`` in vllm/v1/worker/gpu_model_runner.py), so the
+    step would begin with what the block had before the load.
     """
     for group in cache.kv_cache_groups:
         for layer in group.layer_names:
@@ -234,12 +232,12 @@ def _packing(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
 
 
 def _scales(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
-    """Return the part of the packing's name that states the layer's FP8 scales per tensor.
+    """Return the part of the packing's name that states the layer's FP8 scales per tensor: equal
+    bytes have equal values only under equal scales.
 
-    Equal bytes have equal values only under equal scales, so ranks with different scales refuse
-    each other. Empty for other caches: they have no scales, or the scales in the cache, or scales
-    per head (compressed-tensors' ``attn_head``), which come from the checkpoint for any TP size;
-    the model's identity covers them.
+    Empty for other caches: they have no scales, or the scales in the cache, or scales per head
+    (compressed-tensors' ``attn_head``), which come from the checkpoint for any TP size and belong
+    to the model's identity.
     """
     scheme = getattr(config.quant_config, "kv_cache_scheme", None) or {}
     attention = config.compilation_config.static_forward_context.get(layer)
@@ -254,8 +252,8 @@ def _slotted_page(page: LayerPages, tp_size: int) -> LayerPages:
 
     The content of a slot depends on the kernel, and a slot is not a head. With ``num_head_slots``
     2, K of all heads is one slot and V of all heads the other (ROCm, B12X). With two slots per
-    head, FlashInfer stores all of K before all of V; within K and within V, all data precedes all
-    scales. MiniMax's MSA alternates K and V.
+    head, FlashInfer stores all of K before all of V; within each, all data precedes all scales.
+    MiniMax's MSA alternates K and V.
 
     Raises UnsupportedCacheError unless the bytes of the page, or of each slot, are contiguous.
     """
@@ -288,9 +286,9 @@ def _slotted_page(page: LayerPages, tp_size: int) -> LayerPages:
 def _latent_page(page: LayerPages, spec: MLAAttentionSpec | SlidingWindowMLASpec) -> LayerPages:
     """Return MLA's page: one latent, replicated on every rank.
 
-    The page can be cut between tokens only if each token's bytes are contiguous. Packed FP8 pages
-    store the data of all tokens before all scales. DeepSeek's indexer has packed pages, and so has
-    ``fp8_ds_mla`` in DeepSeek-V4, but not ``fp8_ds_mla`` in DeepSeek-V3.2.
+    It can be cut between tokens only if each token's bytes are contiguous. Packed FP8 pages store
+    the data of all tokens before all scales: DeepSeek's indexer, and ``fp8_ds_mla`` in DeepSeek-V4,
+    but not in DeepSeek-V3.2.
     """
     if page.heads != 1:
         raise UnsupportedCacheError(page.layer, f"its latent has {page.heads} heads in vLLM's view, not 1", _SEPARATE)
@@ -309,10 +307,8 @@ def total_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int:
     """Return the number of KV heads of this layer in the whole model.
 
     vLLM splits heads evenly. A single head per rank is one of ``tp_size`` heads, or a replica on
-    several ranks; only the model's configuration distinguishes them. A wrong total would transfer
-    wrong bytes.
-
-    Raises UnsupportedCacheError if the configuration does not determine the total.
+    several ranks; only the model's configuration distinguishes them, and a wrong total would
+    transfer wrong bytes. Raises UnsupportedCacheError if the total is unknown.
     """
     tp_size, heads = config.parallel_config.tensor_parallel_size, spec.num_kv_heads
     if tp_size == 1 or heads > 1:

@@ -1,10 +1,9 @@
 """Digests of all bytes of weight files, cached on this host until a file changes.
 
-The cache key is path, file system, inode, size, modification time and status change time. Copying
-tools cannot restore the status change time. xxh3 reads about 5 GB/s from the page cache, which
-often still has the files that the engine has loaded. Engines with the same VLLM_CACHE_ROOT share
-the digests. They hash each file once, unless the folder cannot be used or another user can change
-it.
+The cache key is path, file system, inode, size, modification time and status change time, which
+copying tools cannot restore. xxh3 reads about 5 GB/s from the page cache, which often still has the
+files that the engine has loaded. Engines with the same VLLM_CACHE_ROOT share the digests, unless
+another user can change the folder.
 """
 
 from __future__ import annotations
@@ -36,22 +35,18 @@ _REMOTE = ("nfs", "nfs4", "ceph", "lustre")
 """File systems whose servers assign the inode and the status change time of a file."""
 _ATTEMPTS = 3
 _TOLERANCE_S = 0.5
-"""Tolerance of the comparison of a file's time with the process's start, both of which are coarse.
-
-A process needs longer than this before it reads weights.
-"""
+"""Tolerance of the coarse times of files and processes; a process reads no weights that early."""
 
 
 def digest_weights(path: Path, unchanged_since_s: float = math.inf) -> str:
     """Return a digest of a folder's weight files and their names, or of a single weight file.
 
-    ``unchanged_since_s``  time in ``time.time()`` seconds; a file that changed later is refused,
-                           because vLLM may have read its earlier contents. Pass the start of the
-                           process. Infinity disables the check
+    ``unchanged_since_s``  start of the process, in ``time.time()`` seconds: a file that changed
+                           later is refused, because vLLM may have read its earlier contents.
+                           Infinity disables the check
 
     Raises ConfigurationError if there are no weight files, if one changed after
-    ``unchanged_since_s``, or if one keeps changing while it is read. Raises OSError if one cannot
-    be read.
+    ``unchanged_since_s``, or keeps changing while it is read, and OSError if one cannot be read.
     """
     files = [path] if path.is_file() else _weight_files(path)
     if not files:
@@ -73,8 +68,8 @@ def digest_weights(path: Path, unchanged_since_s: float = math.inf) -> str:
 def begin_digests(path: Path) -> list[threading.Thread]:
     """Start and return threads that cache digests of a folder's weight files while vLLM loads it.
 
-    ``digest_weights`` waits for the thread that reads a file. Starts none if ``path`` is no
-    folder, or if nothing can be cached.
+    ``digest_weights`` waits for the thread that reads a file. Starts none if ``path`` is no folder,
+    or if nothing can be cached.
     """
     files = iter(_weight_files(path))
 
@@ -90,10 +85,8 @@ def begin_digests(path: Path) -> list[threading.Thread]:
 
 
 def _check_unchanged(file: Path, since_s: float) -> None:
-    """Raise ConfigurationError if ``file`` has changed after ``since_s``.
-
-    A time in the future comes from a file server whose clock is ahead. It cannot be compared with
-    this host's times, so the check passes.
+    """A time in the future comes from a file server whose clock is ahead. It cannot be compared
+    with this host's times, so the check passes.
     """
     changed_s = file.stat().st_ctime
     if since_s + _TOLERANCE_S < changed_s <= time.time():
@@ -112,10 +105,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _cached_digest(file: Path, needed: bool = True) -> str:
-    """Return the digest of a file, from the cache if the file's state is unchanged.
-
-    If the digest is not ``needed`` and cannot be cached, return an empty string.
-    """
+    """If the digest is not ``needed`` and cannot be cached, return an empty string."""
     for _ in range(_ATTEMPTS):
         state = _state(file)
         name = hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
@@ -174,11 +164,11 @@ def _file_system(device: int, mounts: Path = Path("/proc/self/mountinfo")) -> st
 
 @contextlib.contextmanager
 def _cache_locked(name: str) -> Iterator[OpenFolder | None]:
-    """Yield the folder of cache files while this process holds the lock of one of them.
+    """Yield the folder of cache files while this process holds the lock of one of them, for which
+    it waits.
 
-    Waits for a process that holds the lock. Yields None if the lock file cannot be opened or
-    locked, or if another user can change the folder: a wrong digest would let engines of other
-    weights exchange KV.
+    Yields None if the lock file cannot be opened or locked, or if another user can change the
+    folder: a wrong digest would let engines of other weights exchange KV.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -193,6 +183,6 @@ def _cache_locked(name: str) -> Iterator[OpenFolder | None]:
 
 
 def digest_file(file: Path) -> str:
-    """Return the xxh3_128 digest of a file's bytes, as 32 hexadecimal digits. Raises OSError."""
+    """xxh3_128, as 32 hexadecimal digits. Raises OSError."""
     with file.open("rb", buffering=0) as stream:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()

@@ -1,8 +1,8 @@
 """End an engine core, or vLLM's data-parallel coordinator, when the process that started it ends.
 
-vLLM stops its engine core when the parent process shuts down, but not when the parent is killed:
-the core would keep its memory and answer its peers. If the engine's workers are processes of their
-own, vLLM ends them with the core (vllm/v1/executor/multiproc_executor.py, ``death_writer``).
+vLLM stops its core when the parent shuts down, but not when it is killed: the core would keep its
+memory and answer its peers. It ends workers with the core (vllm/v1/executor/multiproc_executor.py,
+``death_writer``).
 """
 
 from __future__ import annotations

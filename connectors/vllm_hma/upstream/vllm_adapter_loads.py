@@ -1,8 +1,7 @@
 """Make vLLM's workers report each LoRA adapter that they read from files.
 
-vLLM does not report to connectors which adapters are in memory. Its workers read an adapter when
-the server starts, when a client loads it, and in a step with a request whose adapter is not in
-memory (for example, because they have evicted it) or has ``load_inplace``. Source:
+They read one at the server's start, when a client loads it, and in a step with a request whose
+adapter is not in memory or has ``load_inplace``. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/lora/worker_manager.py
 """
 
@@ -24,9 +23,8 @@ _LOAD = WorkerLoRAManager._load_adapter  # noqa: SLF001
 def watch_adapter_loads(watch: Callable[[LoRARequest, Path], AbstractContextManager[None]]) -> None:
     """Make the workers in this process read each adapter within ``watch(request, folder)``.
 
-    ``folder`` is the local folder that vLLM reads, after a download from a hub; it may be missing
-    or incomplete, and reading then raises. When the context exits without an exception, vLLM has
-    read the files and has not yet used the weights.
+    ``folder`` is local, after a download from a hub, and may be missing or incomplete. When the
+    context exits without an exception, vLLM has read the files and has not yet used the weights.
     """
 
     def load(manager: WorkerLoRAManager, request: LoRARequest) -> LoRAModel:

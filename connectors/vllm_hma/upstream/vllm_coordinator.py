@@ -1,7 +1,4 @@
-"""End vLLM's data-parallel coordinator when the process that started it ends.
-
-vLLM stops the coordinator when its parent process shuts down, but not when the parent is killed:
-the coordinator would keep running. Source:
+"""End vLLM's data-parallel coordinator when the process that started it is killed. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/coordinator.py
 """
 
@@ -23,5 +20,5 @@ def run_coordinator(*arguments: Any, **named: Any) -> None:
 
 
 def end_coordinator_with_parent() -> None:
-    """Make vLLM start coordinators with ``run_coordinator``. Repeated calls have no effect."""
+    """Repeated calls have no effect."""
     DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)

@@ -1,12 +1,10 @@
-"""Start a request after tokens that another engine has emitted.
+"""Start a request after tokens that another engine has emitted, as if it had been preempted there.
 
-vLLM computes prompt and output of a preempted request in one prefill; penalties, `min_tokens`, bad
-words and the V2 runner's generators follow the output. `restore_output` gives a new request the
-output of a preempted one. The V2 runner takes it from the scheduler; the V1 runner begins every new
-request without output, so `prepare_v1_runner` replaces its record of a request. Sources:
-https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/request.py
-https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/structured_output/request.py
-https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu_model_runner.py
+Penalties, `min_tokens`, bad words and the V2 runner's generators follow the output. The V2 runner
+takes it from the scheduler; the V1 runner begins every new request without, so `prepare_v1_runner`
+replaces its record of a request. Sources, below
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1: request.py, structured_output/request.py,
+worker/gpu_model_runner.py
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ def _advanced(
 
 
 def prepare_v1_runner() -> None:
-    """Let the V1 model runner of this process start requests after emitted tokens."""
     from vllm.v1.worker import gpu_model_runner
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 

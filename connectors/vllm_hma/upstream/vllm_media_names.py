@@ -1,8 +1,7 @@
 """Make vLLM's hashes of names that clients give to images differ from its hashes of contents.
 
-A client of a vLLM server may name an image itself (``uuid`` of a content part). With
-``mm_processor_kwargs`` or ``media_io_kwargs``, vLLM uses a hash of that name, which looks like a
-hash of content. Source:
+A client may name an image itself (``uuid`` of a content part). With ``mm_processor_kwargs`` or
+``media_io_kwargs``, vLLM uses a hash of that name, which looks like one of content. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/multimodal/processing/inputs.py
 """
 
@@ -20,14 +19,13 @@ _DIGEST = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 
 
 def is_digest(name: str) -> bool:
-    """Return whether the name of an image, without an adapter's name, looks like a vLLM digest."""
+    """``name``: without an adapter's name."""
     return _DIGEST.fullmatch(name) is not None
 
 
 def mark_names_of_clients() -> None:
-    """Put a prefix before hashes of clients' names, in this process. Repeated calls do nothing.
-
-    Call it in the processes that parse requests: they compute the names.
+    """Put a prefix before hashes of clients' names, in this process: one that parses requests.
+    Repeated calls do nothing.
     """
 
     def hash_kwargs(algorithm: MMHasherAlgorithm, /, **kwargs: object) -> str:

@@ -1,8 +1,7 @@
 """Change a prefill request in vLLM, so that its steps compute the KV that the consumer needs.
 
-The functions remove the prompt's last token, hide its last tokens until a later step, or restrict
-sampling to its last token. vLLM has no public call for these changes and stores the prompt's tokens
-twice: the scheduler schedules ``_all_token_ids``, and workers receive ``prompt_token_ids``. Source:
+vLLM has no public call for this and stores the prompt's tokens twice: the scheduler schedules
+``_all_token_ids``, and workers receive ``prompt_token_ids``. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/request.py
 """
 
@@ -28,20 +27,16 @@ def drop_last_token(request: Request) -> None:
 def hide_last_tokens(request: Request, tokens: int) -> None:
     """Hide the prompt's tokens from position ``tokens`` on, so that a step ends before them.
 
-    The tokens are hidden only from vLLM's scheduler: workers have the whole prompt. Workers treat
-    every step up to position ``tokens`` as a chunk of an incomplete prompt and discard its sample.
-    The scheduler must also treat the last of these steps as a chunk. The caller therefore calls
-    ``show_last_tokens`` while vLLM schedules that step, before
-    ``Scheduler._update_after_schedule``.
+    Workers have the whole prompt: they treat every step up to there as a chunk of an incomplete
+    prompt and discard its sample. The scheduler must also treat the last of these steps so: call
+    ``show_last_tokens`` while vLLM schedules it, before ``Scheduler._update_after_schedule``.
     """
     del request._all_token_ids[tokens:]  # noqa: SLF001 - the module docstring has the source
 
 
 def send_whole_prompt(new: NewRequestData) -> None:
-    """Put the whole prompt of a request with hidden tokens into vLLM's data for the workers.
-
-    Only the V2 model runner reads ``prefill_token_ids``, and vLLM fills it without the hidden
-    tokens.
+    """Give the V2 model runner the hidden tokens: vLLM fills its ``prefill_token_ids`` without
+    them.
     """
     if new.prefill_token_ids is not None and new.prompt_token_ids is not None:
         new.prefill_token_ids = list(new.prompt_token_ids)
@@ -57,9 +52,9 @@ def show_last_tokens(request: Request) -> None:
 def sample_last_token(request: Request) -> None:
     """Restrict sampling to the prompt's last token. Call it before ``drop_last_token``.
 
-    EAGLE and MTP compute the drafter's KV of a position from the token after it. Once the prompt's
-    last token is dropped, the token after the new last position is the one that this engine
-    samples. The consumer continues with the dropped token, so this engine must sample it.
+    EAGLE and MTP compute the drafter's KV of a position from the token after it. For the new last
+    position, that is the one which this engine samples; the consumer continues with the dropped
+    one.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.sampling_params is None:
         return
