@@ -39,9 +39,8 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 * 2**10
 _WORD_BYTES = 4
+# Bytes gathered at a time; a CPU's batch fits in its cache. Words and products: 3 times as much.
 _HOST_BATCH_BYTES, _DEVICE_BATCH_BYTES = 2**20, 16 * 2**20
-"""Bytes gathered at a time; a CPU's batch fits in its cache. The words and their products take three
-times as much memory."""
 
 KEYS = np.frombuffer(hashlib.shake_128(b"tandem").digest(8 * SEGMENT_BYTES // _WORD_BYTES), "<i8") | 1
 

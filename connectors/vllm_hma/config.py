@@ -22,8 +22,8 @@ class ConnectorConfig(TransferOptions):
     """Parsed ``kv_connector_extra_config``.
 
     ``side_channel_host``  with the default, only peers on this machine reach the side channel
-    ``secret``             secret that all engines share; empty: the engine accepts every peer that
-                           can connect
+    ``secret``             shared by all engines; empty: the engine accepts every peer that can
+                           connect
     ``supervisor``         token that authorises a request to report ended engines
                            (``engines_lost``); empty: no report is accepted. Tandem's actors
                            generate it
@@ -50,7 +50,7 @@ class ConnectorConfig(TransferOptions):
     def net_devices(self) -> tuple[str, ...]:
         """Network devices for UCX. Empty: UCX's environment variables or UCX itself choose.
 
-        UCX itself could choose a transient interface, and hang when that interface disappears
+        UCX itself could choose a transient interface, and hang when it disappears
         (docs/decisions/0006).
         """
         if self.devices or "UCX_NET_DEVICES" in os.environ:
@@ -72,7 +72,7 @@ class ConnectorConfig(TransferOptions):
 
 
 def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
-    """Parse ``kv_connector_extra_config``. Raises ConfigurationError that names the key."""
+    """Raises ConfigurationError that names the key."""
     given = {key: value for key, value in extra.items() if key != "store"}
     config = parse(ConnectorConfig, given, secret=frozenset({"secret", "supervisor"}))
     derive_keys(config.secret)  # checks it

@@ -1,7 +1,7 @@
 """KV connector for prefill/decode disaggregation. Forwards vLLM's calls to its two sides.
 
 vLLM creates one instance in the scheduler, which calls ``scheduler_side/``, and one in each worker,
-which calls ``worker_side/``.
+which calls ``worker_side/``. With ``store``, calls also go to the KV store's two (``kv_store/``).
 
     KVTransferConfig(
         kv_connector="TandemConnector",
@@ -10,8 +10,6 @@ which calls ``worker_side/``.
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={...},  # connectors/vllm_hma/config.py
     )
-
-With ``store`` in the configuration, calls also go to the KV store's two sides (``kv_store/``).
 """
 
 from __future__ import annotations
@@ -72,10 +70,9 @@ end_coordinator_with_parent()
 
 class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     """vLLM connector that sends a prompt's KV from a prefill engine to a decode engine while
-    prefill computes it.
+    prefill computes it. Both engines use this class.
 
-    Both engines use this class. With ``store``, it also stores KV and loads stored KV. The
-    constructor raises ConfigurationError for invalid settings, and ConfigurationError or
+    The constructor raises ConfigurationError for invalid settings, and ConfigurationError or
     UnsupportedCacheError for an engine that the connector does not support.
     """
 
@@ -170,25 +167,21 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """True if vLLM may use a cached full-attention prefix without the states at its end.
-
-        A transfer then supplies the states. False for a model without states, or if blocks of other
-        layers can also be missing from such a prefix (``only_states_can_lag``).
+        """True if vLLM may use a cached full-attention prefix without the states at its end, which
+        a transfer then supplies. False without states, or if blocks of other layers can also be
+        missing.
         """
         return self.transfers and self._only_states_can_lag
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False without transfers: KV that is not stored only causes a miss later.
-
-        With True, vLLM would discard the outputs in flight of each request that it preempts, and
-        compute them again.
+        """False without transfers: KV that is not stored only causes a miss. With True, vLLM would
+        discard the outputs in flight of each request that it preempts, and compute them again.
         """
         return self.transfers and super().requires_kv_delivery
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the layout with the fewest runs per transfer that the model's attention reads."""
         return requested_layout(vllm_config)
 
     # Scheduler side.
@@ -198,10 +191,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self.scheduler.blocks.bind(kv_cache_manager)
 
     def has_pending_push_work(self) -> bool:
-        """Return whether blocks are in quarantine or the store's copies run, so that vLLM keeps
-        stepping an idle engine.
-
-        Workers report their ends with a step's output.
+        """Return whether vLLM must keep stepping an idle engine: workers report the ends of
+        quarantine and of the store's copies with a step's output.
         """
         store = self._store_scheduler
         return bool(self.scheduler.quarantine) or (store is not None and store.copying)
@@ -234,14 +225,12 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         """Return (tokens to receive or load, whether the load is asynchronous).
 
         The tokens follow the first ``num_computed_tokens``. None tokens defer the request to the
-        next step; vLLM schedules other requests meanwhile. This happens while the request waits for
-        a shared transfer (``shared_transfers.py``), for the start of its prompt on the producer, or
-        for the KV store: for a fetch, which the first call starts, or until all ranks have
-        mapped staging.
+        next step, while it waits for a shared transfer (``shared_transfers.py``), for the start of
+        its prompt on the producer, or for the KV store: for a fetch, which the first call starts,
+        or until all ranks have mapped staging.
 
-        A request waits for a fetch only while waiting can save time (``store/load_costs.py``). A
-        request with a transfer may also load a stored prefix. Other requests load stored tokens
-        within the step.
+        A request waits for a fetch only while that can save time (``store/load_costs.py``). One
+        with a transfer may also load a stored prefix. Others load stored tokens within the step.
         """
         if self.scheduler.consumptions.awaits_prefix(request.request_id):
             return None, False
@@ -371,7 +360,6 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Copy stored KV into blocks, before the forward pass of the requests that need it.
-
         Transfers are asynchronous: ``wait_for_save`` starts them.
         """
         orders = self._orders()
@@ -389,7 +377,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Record that the step has computed a layer or, on an accelerator, queued its kernels."""
+        """The step has computed a layer or, on an accelerator, queued its kernels."""
         if self._worker is not None:
             self._worker.layer_computed(layer_name)
 
@@ -402,9 +390,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self._spoiled.end_step()
 
     def spoil(self) -> None:
-        """Neither send nor store KV of this step and of steps already scheduled.
-
-        TandemMultiConnector calls this on the worker side after a child's load has failed.
+        """Neither send nor store KV of this step and of steps already scheduled: a child's load in
+        TandemMultiConnector has failed.
         """
         self._spoiled.load_failed()
         if self._store_worker is not None:

@@ -11,7 +11,7 @@ _RDMA = Path("/sys/class/infiniband")
 
 
 def has_rdma(where: Path = _RDMA) -> bool:
-    """Return whether the kernel has RDMA devices, even if this container cannot use them."""
+    """Whether the kernel has RDMA devices, even if this container cannot use them."""
     try:
         return any(os.scandir(where))
     except FileNotFoundError:
@@ -27,7 +27,6 @@ def rdma_ports(where: Path = _RDMA, verbs: Path = Path("/dev/infiniband")) -> tu
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of this host's interface with ``address``; None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         # psutil appends a scope to IPv6 addresses; the kernel appends a label to names of secondary
         # addresses.

@@ -2,8 +2,7 @@
 
 With each step, vLLM merges the ``KVConnectorStats`` of all ranks and of the scheduler side. It
 passes the result to the API server process, where ``build_prom_metrics`` has registered the
-metrics. An idle engine takes no steps and reports changes with its next step. An engine that holds
-blocks for a transfer continues to step until the transfer has ended.
+metrics. An idle engine takes no steps and reports changes with its next step.
 """
 
 from __future__ import annotations
@@ -167,7 +166,6 @@ class TandemStats(KVConnectorStats):
         return not any(self.data.values())
 
     def arrived(self, request_id: str, asked_at: float, ended_at: float, failed: bool) -> None:
-        """Record the end of a request's transfer on one rank or several, as in ``arrivals``."""
         known = self.data["arrivals"].get(request_id, (asked_at, ended_at, failed))
         self._put("arrivals", request_id, [min(asked_at, known[0]), max(ended_at, known[1]), failed or known[2]])
 
@@ -227,7 +225,7 @@ class RankTally:
         self._stats.count("pair_seconds", peer, seconds)
 
     def asked(self, request_id: str, now: float) -> None:
-        """Record the start of a request's transfer. ``ended`` always follows."""
+        """``ended`` always follows."""
         self._asked_at[request_id] = now
 
     def ended(self, request_id: str, now: float, failed: bool) -> None:

@@ -42,23 +42,19 @@ prepare_process()
 
 @dataclass(frozen=True, slots=True)
 class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """Handshake metadata of all children on one worker, in configured order.
-
-    None stands for a child without metadata. vLLM's MultiConnector keeps the metadata of one child
-    only, the first that has any, and passes it to all children.
+    """Handshake metadata of all children on one worker, in configured order. vLLM's MultiConnector
+    keeps that of one child only, the first that has any, and passes it to all.
     """
 
     children: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
 class TandemMultiConnector(MultiConnector):
-    """MultiConnector that loads from the child with the highest score among the children that have
-    answered.
+    """Loads from the child with the highest score among those that have answered.
 
     Raises ConfigurationError if ``connectors`` or ``load_weights`` is invalid or a TandemConnector
-    receives KV although this connector's role is kv_producer, and TypeError if the hybrid KV cache
-    manager is on and a child does not support it. Also raises what the constructors of the children
-    raise.
+    receives KV although this connector's role is kv_producer, TypeError if the hybrid KV cache
+    manager is on and a child does not support it, and what the children raise.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -70,15 +66,13 @@ class TandemMultiConnector(MultiConnector):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Select the child with the highest score that has answered, and return its result.
+        """Select the child with the highest score that has answered, from which the request's KV is
+        then loaded, and return its result: (tokens, whether the load is asynchronous).
 
-        The request's KV is then loaded from this child. The result is (tokens, whether the load is
-        asynchronous); (0, False) if no child has tokens. None tokens defer the request to the next
-        step. This happens if no child has answered. It also happens if no child has tokens and a
-        TandemConnector or TandemStoreConnector has not answered: scheduling the request now would
-        end the child's transfer, or its lookup in the KV store, which normally takes more than one
-        step. Both connectors answer in the end: deadlines end their waits for silent peers and for
-        files.
+        None tokens defer the request to the next step: if no child has answered; or if none has
+        tokens and a TandemConnector or TandemStoreConnector has not answered, whose transfer, or
+        lookup in the KV store, would end if the request was scheduled now. Both answer in the end:
+        deadlines end their waits.
         """
         best, chosen, answered, waits = 0.0, None, False, False
         found: tuple[int, bool] = (0, False)
@@ -134,10 +128,9 @@ class TandemMultiConnector(MultiConnector):
         return found
 
     def _read_load_errors(self) -> None:
-        """Collect the block ids of failed loads; if there are any, spoil the step.
-
-        Tandem's children then discard the KV of this step and of steps already scheduled. Other
-        connectors have no such method, so they may send or store this KV.
+        """Collect the block ids of failed loads; if there are any, spoil the step: Tandem's
+        children then discard the KV of this step and of steps already scheduled. Other connectors
+        have no such method, so they may send or store this KV.
         """
         found = super().get_block_ids_with_load_errors()
         if not found:
@@ -156,10 +149,10 @@ def _of_child(metadata: KVConnectorHandshakeMetadata, number: int) -> KVConnecto
 def _check_children(transfer: KVTransferConfig, hma: bool) -> None:
     """Raise TypeError or ConfigurationError that names the first child that cannot be used.
 
-    With ``hma``, each child must support the hybrid KV cache manager: vLLM's MultiConnector checks
-    this with an assertion that does not name the child. No TandemConnector may receive KV unless
-    this connector does: vLLM keeps blocks of steps in flight out of the pool only if this
-    connector's own role receives KV (``defer_block_free`` in vllm/v1/core/sched/scheduler.py).
+    With ``hma``, each must support the hybrid KV cache manager: vLLM's own assertion does not name
+    the child. No TandemConnector may receive KV unless this connector does: vLLM keeps blocks of
+    steps in flight out of the pool only if this connector's own role receives KV
+    (``defer_block_free`` in vllm/v1/core/sched/scheduler.py).
     """
     for child in _children(transfer):
         config = KVTransferConfig(**{"engine_id": transfer.engine_id, **child})

@@ -1,6 +1,5 @@
-"""Messages from the connector's scheduler side to its worker side, one ``Orders`` per step.
-
-``EncodedAgentMetadata`` goes from each worker to the scheduler side, once, when the engine starts.
+"""Messages from the connector's scheduler side to its worker side, one ``Orders`` per step;
+``EncodedAgentMetadata`` goes the other way, once, when the engine starts.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from connectors.vllm_hma.model.adapters import Adapter
 class Expect:
     """New prefill request, whose KV this engine sends.
 
-    ``prompt_digest``  digest without ``adapter``; each worker adds the adapter's identity
-                       (``adapter_claims.py``)
+    ``prompt_digest``  without ``adapter``: each worker adds its identity (``adapter_claims.py``)
     """
 
     request_id: str
@@ -70,10 +68,9 @@ class Queue:
 class Receive:
     """Fill a decode request's blocks with the KV of tokens ``[start_token, end_token)``.
 
-    ``prompt_digest``  as in ``Expect``
-    ``tables``         block table of each group
-    ``loaded_token``   position before which the KV store supplies full attention, from
-                       ``start_token`` on; the transfer supplies the rest
+    ``tables``        block table of each group
+    ``loaded_token``  position before which the KV store supplies full attention, from
+                      ``start_token`` on; the transfer supplies the rest
     """
 
     request_id: str
@@ -126,6 +123,4 @@ class Orders(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class EncodedAgentMetadata(KVConnectorHandshakeMetadata):
-    """One worker's agent metadata in its wire format, for the scheduler side in the engine core."""
-
     agent_metadata: bytes

@@ -25,9 +25,8 @@ _CONNECTORS = {
 
 def register() -> None:
     """Register the connectors with vLLM's factory, and mark the names that clients give to images.
-
-    Repeated calls have no effect. vLLM calls this in each of its processes when it loads plugins,
-    also in those of engines without a connector of Tandem.
+    Repeated calls have no effect. vLLM calls this in each of its processes, also of engines without
+    a connector of Tandem.
     """
     mark_names_of_clients()
     for name, module in _CONNECTORS.items():
@@ -37,9 +36,8 @@ def register() -> None:
 
 
 def prepare_process() -> None:
-    """Register the connectors, and prepare a process that uses one: its log and its open files.
-
-    The connectors' modules call this when they are imported. Repeated calls have no effect.
+    """Prepare a process that uses a connector, whose module calls this when it is imported.
+    Repeated calls have no effect.
     """
     register()
     log_with_vllm()

@@ -12,9 +12,8 @@ from connectors.vllm_hma.kv_store.orders import StoreReport
 
 
 class Kept(NamedTuple):
-    """Identity of one stay of a request's blocks in quarantine.
-
-    Neither id suffices: meanwhile, another request may have the same request id or transfer id.
+    """Identity of one stay of a request's blocks in quarantine. Neither id suffices: meanwhile,
+    another request may have the same request id or transfer id.
     """
 
     request_id: str

@@ -1,6 +1,5 @@
-"""Settings of transfers that a service's configuration and a connector's share.
-
-The service imports this module, so it imports neither vLLM nor NIXL.
+"""Settings of transfers that a service's configuration and a connector's share. The service imports
+this module, so it imports neither vLLM nor NIXL.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     Hello(agent metadata)              -------------->  add peer, check, plan
                                        <--------------  Welcome | Refused(reason)
 
-Messages have passed in both directions when Welcome arrives, so the first offer needs no connection
+Messages have passed in both directions when Welcome arrives: the first offer needs no connection
 setup.
 """
 
@@ -45,14 +45,12 @@ _HELLO_AGAIN_S = 1.0
 
 
 class Handshaker:
-    """Handshakes of one worker.
-
-    ``compares_digests``  whether this worker, as a consumer, compares digests of received bytes
+    """``compares_digests``  whether this worker, as a consumer, compares digests of received bytes
     ``identity``          key for the side channels of other engines (``Keys.identity``)
     ``on_start``          called before each handshake, to prepare its thread
 
-    All callbacks run in threads of this class, which do not hold the worker's lock. The first
-    argument of ``on_connected`` and ``on_failed`` is a producer engine's incarnation.
+    Callbacks run in threads of this class, without the worker's lock. The first argument of
+    ``on_connected`` and ``on_failed`` is a producer engine's incarnation.
     """
 
     def __init__(
@@ -91,7 +89,6 @@ class Handshaker:
         self._answered = threading.Condition(self._lock)
 
     def connect(self, engine: EngineAddress) -> None:
-        """Start a handshake in the background, unless one with this engine is in progress."""
         with self._lock:
             if engine.incarnation in self._connecting:
                 return
@@ -103,7 +100,7 @@ class Handshaker:
         return bool(self._connecting)
 
     def hello_received(self, sender: Peer, message: Hello) -> None:
-        """Handle a consumer worker's Hello; it repeats a Hello that is dropped."""
+        """A consumer worker repeats a Hello that is dropped."""
         with self._lock:
             if sender in self._pending_hellos:
                 return

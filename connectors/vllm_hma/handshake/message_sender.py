@@ -1,7 +1,7 @@
 """Connect to other workers, send messages to them, and reconnect if the connection is broken.
 
-A connection that was reset stays broken on this side until it is reopened, even if the network
-recovers. The sender therefore repeats a failed message once, over a new connection.
+A connection that was reset stays broken on this side until it is reopened, so a failed message is
+repeated once, over a new connection.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class MessageSender:
             self._processes[name] = process
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Send a message, if need be over a new connection. It may be lost without an error.
-
-        Raises TransportError if the second attempt or ``reconnect`` fails.
+        """Send a message, if need be over a new connection. It may be lost without an error. Raises
+        TransportError if the second attempt or ``reconnect`` fails.
         """
         name, frame = agent_name(peer), encode(Envelope(self._me, peer, message), self._key)
         try:

@@ -1,8 +1,8 @@
 """Run the side channel in its own process, outside the engine core's interpreter lock.
 
-The engine core writes the agent metadata to the process's standard input and keeps it open. The
-process ends when that pipe closes, also if the core is killed. If the process ends before that, the
-core starts it again on the same port: without it, no further decode engine could connect.
+The core writes the agent metadata to the process's standard input and keeps it open: the process
+ends when that pipe closes, also if the core is killed. If it ends before, the core starts it again
+on the same port: no further decode engine could connect.
 
     to the process    length of the JSON (uint32, little endian) | JSON | agent metadata by rank
                       JSON: host, port, identity (hexadecimal), lengths of the agent metadata
@@ -37,9 +37,7 @@ _NICE = 5
 
 
 class MetadataProcess:
-    """Subprocess that runs one engine's ``MetadataServer`` until ``close``.
-
-    Raises ConfigurationError if the subprocess does not report a port, and OSError if it cannot be
+    """Raises ConfigurationError if the process does not report a port, and OSError if it cannot be
     created.
     """
 
@@ -134,7 +132,6 @@ class MetadataProcess:
 
 
 def serve() -> None:
-    """Run the side channel until standard input closes. Entry point of the process."""
     os.nice(_NICE)
     log_to(sys.stderr, "SideChannel")
     raise_limit(OTHER_FILES)

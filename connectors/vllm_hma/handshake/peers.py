@@ -1,8 +1,8 @@
 """Peers of a rank: their table entries and connections, and the plans of consumer workers.
 
-Every start of an engine adds new peers, which never unregister, so the table has a limit. A full
-table evicts peers that have sent no message of a transfer before peers that have sent one, so a
-flood of Hellos evicts its own entries. It never evicts a busy peer.
+Every start of an engine adds peers, which never unregister, so the table has a limit. A full table
+evicts peers without a message of a transfer first, so a flood of Hellos evicts its own entries, and
+never a busy one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_PEERS = 2048
 
 
 class PeerTable:
-    """Known peers, by last use. Not thread-safe: its owner serialises calls."""
+    """Known peers, by last use. Not thread-safe."""
 
     def __init__(self, busy: Callable[[Peer], bool], most: int = MAX_PEERS) -> None:
         self._busy = busy
@@ -46,7 +46,6 @@ class PeerTable:
 
     def admit(self, peer: Peer) -> Peer | None:
         """Add a peer whose handshake begins, or record its use; return the evicted peer, if any.
-
         Raises HandshakeError if the table is full and all its peers are busy.
         """
         leaving, spoke = None, self._spoke.pop(peer, None)
@@ -60,7 +59,7 @@ class PeerTable:
         return leaving
 
     def spoke(self, peer: Peer) -> None:
-        """Record that a peer has sent a message of a transfer. No effect if it has no entry."""
+        """A peer has sent a message of a transfer. No effect if it has no entry."""
         if self._spoke.pop(peer, None) is not None:
             self._spoke[peer] = True
 
@@ -95,7 +94,6 @@ class Peers:
     @contextmanager
     def handshaking(self, peer: Peer) -> Iterator[None]:
         """Add a peer, and keep it and its connection, also if a state machine removes it meanwhile.
-
         Raises HandshakeError if all peers are busy.
         """
         with self._lock:

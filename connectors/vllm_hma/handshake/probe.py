@@ -1,8 +1,8 @@
 """Check whether suspect workers are dead, so that blocks in quarantine can be freed.
 
-Blocks of a decode engine stay in quarantine until each prefill worker that may write to them has
-acknowledged that it writes no more, or its process is proved dead (docs/decisions/0025). For the
-proof, the kernel of the worker's host must report the end twice, at least CONFIRM_S apart:
+These blocks stay until each prefill worker that may write to them has acknowledged that it writes
+no more, or its process is proved dead (docs/decisions/0025): the kernel of the worker's host must
+report the end twice, at least CONFIRM_S apart:
 
     this host     this process saw the worker's process alive at the handshake, and now sees that
                   it has ended (``processes.py``)
@@ -62,7 +62,7 @@ class WorkerProbe:
         self._closed = threading.Event()
 
     def watch(self, suspects: Iterable[Suspect], witnesses: Iterable[EngineAddress]) -> None:
-        """Replace the suspects and the engines that may report their state; start the thread."""
+        """Replace the suspects and the engines that may report their state."""
         with self._lock:
             self._watched, self._witnesses = frozenset(suspects), frozenset(witnesses)
             if self._watched and self._thread is None and not self._closed.is_set():

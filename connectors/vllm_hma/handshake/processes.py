@@ -1,7 +1,7 @@
 """Liveness of a process of this host, by its identity: a dead process writes no more.
 
-Process ids are valid in one pid namespace of one running kernel only, and are reused. An identity
-therefore contains the boot id, the namespaces and the start time. A process of another host or
+Process ids are valid in one pid namespace of one running kernel only, and are reused. So an
+identity contains the boot id, the namespaces and the start time. A process of another host or
 namespace is UNKNOWN, never GONE.
 """
 
@@ -39,7 +39,7 @@ def own_process() -> ProcessIdentity:
 
 
 def process_start_s() -> float:
-    """Return when this process started, in ``time.time()`` seconds; infinity without ``/proc``."""
+    """In ``time.time()`` seconds; infinity without ``/proc``."""
     try:
         ticks = int(_stat(os.getpid())[_STARTED_AT])
     except OSError:

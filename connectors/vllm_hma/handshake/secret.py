@@ -3,9 +3,8 @@
 The derivation is deliberately slow (scrypt, about 50 ms): an engine sends the public key of its TLS
 certificate to any client, which could otherwise guess a weak secret from it.
 
-Both ends of a TLS connection present and accept one certificate only. Its private key is derived
-from the secret, and everything else in it is constant, so a peer that completes the handshake has
-the secret. X.509 names, authorities and dates are not used.
+Both ends of a TLS connection present and accept one certificate only. Its private key derives from
+the secret, and all else in it is constant: a peer that completes the handshake has the secret.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def tls_context(identity: bytes, server: bool) -> ssl.SSLContext:
 
 
 def _certificate(private: Ed25519PrivateKey) -> bytes:
-    """Return a PEM certificate. Equal keys give equal bytes: Ed25519 is deterministic."""
+    """Equal keys give equal bytes: Ed25519 is deterministic."""
     builder = x509.CertificateBuilder().subject_name(_NAME).issuer_name(_NAME).serial_number(1)
     builder = builder.public_key(private.public_key()).not_valid_before(_FROM).not_valid_after(_UNTIL)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -85,7 +84,7 @@ def _certificate(private: Ed25519PrivateKey) -> bytes:
 
 
 def _load(context: ssl.SSLContext, chain: bytes) -> None:
-    """Load a certificate and its key from an in-memory file: ``ssl`` reads them from files only."""
+    """``ssl`` reads a certificate and its key from files only, such as this one in memory."""
     file = os.memfd_create("tandem-identity", os.MFD_CLOEXEC)
     try:
         os.write(file, chain)

@@ -2,12 +2,11 @@ r"""The side channel: a TCP server for agent metadata and for the liveness of pr
 
 A decode rank fetches an engine's metadata in each handshake, and requests the state of a prefill
 worker's process if this worker may still write to blocks in quarantine (``probe.py``). With a
-secret, the connection is TLS, and only peers with the secret can complete the TLS handshake
-(``secret.py``): a client with the agent metadata can write to this engine's memory.
+secret, the connection is TLS (``secret.py``): a client with the agent metadata can write to this
+engine's memory.
 
 Each connection carries one request and one response, in at most TALK_S seconds. Above
-MAX_CONNECTIONS, the server closes the oldest connection. Engines run the server in its own process
-(``metadata_process.py``), so a flood of connections does not block the scheduler's interpreter.
+MAX_CONNECTIONS, the server closes the oldest.
 
     request    b"tandem/VERSION metadata\n"
     response   b"TDA" | version | length | MessagePack of the ranks' agent metadata
@@ -61,13 +60,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class MetadataServer:
-    """Server of one engine's agent metadata, and of the liveness of processes, until ``close``.
+    """Server of one engine, until ``close``. Raises ConfigurationError if it cannot listen.
 
     ``port``           0: a free one. The attribute has the chosen port
     ``rank_metadata``  encoded agent metadata of each worker, by rank
     ``identity``       ``Keys.identity``; empty: plain TCP for every client
-
-    Raises ConfigurationError if it cannot listen.
     """
 
     def __init__(self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"") -> None:
@@ -89,7 +86,7 @@ class MetadataServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and close all connections. Wait at most 5 s for the thread. Idempotent."""
+        """Wait at most 5 s for the thread. Idempotent."""
         if self._thread.is_alive():
             # The loop may have been closed after the check.
             with contextlib.suppress(RuntimeError):
@@ -202,13 +199,13 @@ class _Streams:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Listen on this address only; ``::`` includes IPv4."""
+    """On this address only; ``::`` includes IPv4."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=host == "::")
 
 
 async def _peek(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> bytes:
-    """Wait for the first byte and return it without consuming it; empty if the peer has closed."""
+    """Return the first byte without consuming it; empty if the peer has closed."""
     ready = asyncio.Event()
     loop.add_reader(connection, ready.set)
     try:
@@ -252,7 +249,6 @@ def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, ide
 
 def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: float, identity: bytes = b"") -> Liveness:
     """Request the state of a process from an engine. Blocks and raises as ``fetch_metadata``.
-
     UNKNOWN, without a request, if ``process`` is NO_PROCESS or malformed.
     """
     request = b"tandem/%d process %s %d %d\n" % (
@@ -271,9 +267,8 @@ def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: floa
 
 
 def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> bytes:
-    """Retry broken connections until the deadline, because an overloaded engine closes connections.
-
-    A refused connection is not retried: no engine listens there.
+    """Retry broken connections until the deadline: an overloaded engine closes connections. A
+    refused one is not retried: no engine listens there.
     """
     where = f"the prefill engine at {host}:{port}"
     tls = tls_context(identity, server=False) if identity else None
@@ -306,9 +301,8 @@ def _tls_failure(error: ssl.SSLError, where: str) -> HandshakeError:
 
 
 class _Attempt:
-    """One attempt of a request, until ``give_up_at`` in ``time.monotonic()`` seconds.
-
-    Not asyncio, which closes a connection without the TLS alert that tells the server why.
+    """One attempt, until ``give_up_at`` in ``time.monotonic()`` seconds. Not asyncio, which closes
+    a connection without the TLS alert that tells the server why.
     """
 
     def __init__(self, where: str, request: bytes, give_up_at: float) -> None:

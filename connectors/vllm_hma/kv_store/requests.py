@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 
 class Transferred:
-    """Tokens ``[start_token, end_token)`` whose full-attention KV a transfer supplies.
-
-    It supplies windows and states only at the prompt's end (``docs/decisions/0050``).
+    """Tokens ``[start_token, end_token)`` whose full-attention KV a transfer supplies; windows and
+    states only at the prompt's end (``docs/decisions/0050``).
     """
 
     def __init__(self, store: KVStore, start_token: int, end_token: int) -> None:
@@ -59,10 +58,9 @@ class Transferred:
         return [ref for ref in completed if plan.groups[ref.group].group.kind is GroupKind.FULL]
 
     def has_tokens_of(self, ref: ObjectRef) -> bool:
-        """Return whether the engine has all tokens of an object that ends after the transfer.
-
-        A transfer does not send tokens of a window's first block that attention at its end does not
-        read, so an object that keeps them would be incomplete. Call after ``take_objects``.
+        """Return whether the engine has all tokens of an object that ends after the transfer, which
+        does not send tokens of a window's first block that attention at its end does not read. Call
+        after ``take_objects``.
         """
         spans = self._store.plan.groups[ref.group]
         if self._failed or spans.group.kind not in WINDOWED:
@@ -72,9 +70,7 @@ class Transferred:
 
 @dataclass(slots=True, eq=False)
 class StoreRequest:
-    """State of one request.
-
-    ``present``  objects that a tier had at the request's last fetch; not stored again
+    """``present``  objects that a tier had at the request's last fetch; not stored again
     ``tier``     ``Fetch.tier`` of the last load that was ordered
     ``void``     whether its KV must not be stored
     """

@@ -99,7 +99,7 @@ class StoreScheduler:
         self._ranks = len(rank_caches)
 
     def new_request(self, request: Request) -> None:
-        """Start to name a request's objects; ignore one whose KV has no stable name."""
+        """Ignore a request whose KV has no stable name."""
         adapter = adapter_of(request.lora_request)
         identity = "" if adapter is None else self._adapters.get(adapter, UNKNOWN)
         if (
@@ -153,9 +153,8 @@ class StoreScheduler:
         known.end_fetch()
 
     def prefix_ready(self, request: Request, local_tokens: int, end_token: int, queued: bool) -> bool:
-        """Start or continue a fetch of full attention beside a request's transfer.
-
-        Return whether the transfer up to ``end_token`` may start.
+        """Start or continue a fetch of full attention beside a request's transfer; return whether
+        the transfer up to ``end_token`` may start.
 
         ``queued``  whether the transfer cannot start yet, so waiting costs nothing
         """
@@ -260,10 +259,9 @@ class StoreScheduler:
             known.void = True
 
     def reset(self) -> None:
-        """End all fetches and change the namespace: the weights in memory may have been changed.
-
-        The namespace identifies the weights that the engine read when it started. Until it
-        restarts, this engine therefore uses a random one. Loads that are ordered still run.
+        """End all fetches and change the namespace, which identifies the weights that the engine
+        read when it started: those in memory may have been changed. Until a restart, it is random.
+        Loads that are ordered still run.
         """
         self._give_up()
         self.store.space = os.urandom(NAMESPACE_BYTES)

@@ -1,8 +1,8 @@
 """Worker side of the KV store: copies objects between staging and this rank's blocks.
 
-Loads are copied before the step's forward pass reads the blocks. Stores are copied after the
-forward pass and before the next one, which may overwrite a state or reuse a block that has left the
-window. An accelerator runs these copies later, in this order; a step is reported after them.
+Loads are copied before the step's forward pass reads the blocks, stores between it and the next
+one, which may overwrite a state or reuse a block that has left the window. An accelerator runs
+these copies later, in this order; a step is reported after them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ _HANGS_S = 120.0
 
 
 class SpoiledSteps:
-    """Steps that may compute KV from the blocks of a failed load; True if there are any.
-
-    They include the current step. Any request of such a step may read these blocks: vLLM's prefix
-    cache has them once the load is ordered.
+    """Steps that may compute KV from the blocks of a failed load, the current one included; True if
+    there are any. Any request of such a step may read these blocks: vLLM's prefix cache has them
+    once the load is ordered.
 
     ``batches``  number of steps that vLLM schedules before it reads the first one's output
     """
@@ -117,10 +116,9 @@ class StoreWorker:
         self._began = self._copies.now()
 
     def load(self, orders: StoreOrders) -> set[str]:
-        """Return the ids of requests whose load beside a transfer failed.
-
-        The caller makes the transfer fill all their blocks. After another failed load, the
-        scheduler has already counted the tokens as computed, so steps are spoiled.
+        """Return the ids of requests whose load beside a transfer failed: the caller makes the
+        transfer fill all their blocks. After another failed load, the scheduler has already counted
+        the tokens as computed, so steps are spoiled.
         """
         broken: set[str] = set()
         step, loads_began, all_copied = self._step, self._copies.now(), bool(orders.loads)
@@ -184,18 +182,16 @@ class StoreWorker:
         self._copies.close()
 
     def not_loaded(self) -> set[int]:
-        """Return the blocks of requests whose load without a transfer has failed.
-
-        vLLM computes their prompts, or ends an engine with several KV cache groups
+        """Return the blocks of requests whose load without a transfer has failed. vLLM computes
+        their prompts, or ends an engine with several KV cache groups
         (vllm/v1/core/sched/scheduler.py, ``_handle_invalid_blocks``).
         """
         found, self._not_loaded = self._not_loaded, set()
         return found
 
     def report(self) -> StoreReport | None:
-        """Return the results of ended copies, and changed adapters, since the last call.
-
-        Raises StoreError, which ends the engine, if the device hangs.
+        """Return the results of ended copies, and changed adapters, since the last call. Raises
+        StoreError, which ends the engine, if the device hangs.
         """
         report, self._report = self._report, StoreReport()
         if self._step.report:

@@ -1,7 +1,5 @@
-"""Blocks of requests in vLLM's KV cache manager, and the scheduler side's references to them.
-
-vLLM counts references to blocks. A block to which the scheduler side has a reference stays
-allocated after vLLM has dropped its own reference, so vLLM does not allocate it again.
+"""Blocks of requests in vLLM's KV cache manager, and the scheduler side's references to them: vLLM
+counts references, and does not allocate a block again while it has one.
 """
 
 from __future__ import annotations
@@ -16,10 +14,8 @@ if TYPE_CHECKING:
 
 
 class Blocks:
-    """Calls to the KV cache manager of one engine.
-
-    ``lookahead_tokens``  slots that vLLM allocates after a request's tokens for speculative
-                          decoding
+    """``lookahead_tokens``  slots that vLLM allocates after a request's tokens for speculative
+    decoding
     """
 
     def __init__(self, lookahead_tokens: int) -> None:
@@ -30,10 +26,10 @@ class Blocks:
         self._manager = manager
 
     def take(self, request_id: str, spans: Sequence[slice] | None = None) -> list[KVCacheBlock]:
-        """Take a reference to each of a request's blocks except null blocks, and return the blocks.
+        """Take a reference to each of a request's blocks except null blocks, and return the blocks,
+        in the order in which vLLM frees those of a request.
 
-        The blocks are in the order in which vLLM frees those of a request. ``spans`` selects a part
-        of each group's block table.
+        ``spans``  a part of each group's block table
         """
         groups = self._bound.get_blocks(request_id).blocks
         parts = groups if spans is None else [group[span] for group, span in zip(groups, spans, strict=True)]
@@ -43,23 +39,21 @@ class Blocks:
         return blocks
 
     def drop(self, blocks: list[KVCacheBlock]) -> None:
-        """Drop a reference that ``take`` has taken."""
         if blocks:
             self._bound.block_pool.free_blocks(blocks)
 
     def free(self, request: Request) -> None:
-        """Drop vLLM's references to a request's blocks.
-
-        Until the request has blocks again, a further call, also one by vLLM, has no effect.
+        """Drop vLLM's references. Until the request has blocks again, a further call, also one by
+        vLLM, has no effect.
         """
         self._bound.free(request)
 
     def zero_edges(self, request_id: str, start_token: int) -> None:
-        """Make the step that vLLM is scheduling zero the blocks that a transfer may fill in part.
+        """Make the step that vLLM is scheduling zero the blocks that a transfer may fill in part: a
+        request's first and last new one in each group.
 
-        These are the first and the last new block of a request in each group. Attention also reads
-        positions of a block without tokens, with weight 0, and 0 * NaN is NaN. In hybrid and
-        mixed-precision caches, stale bytes can be NaN. vLLM zeroes new blocks of such caches,
+        Attention also reads positions without tokens, with weight 0, and 0 * NaN is NaN. In hybrid
+        and mixed-precision caches, stale bytes can be NaN. vLLM zeroes new blocks of such caches,
         except those that a connector loads (``needs_kv_cache_zeroing`` in
         vllm/v1/kv_cache_interface.py, vllm#35219).
 
@@ -88,8 +82,8 @@ class Blocks:
 
         Blocks that vLLM reuses when a window has passed count once. If as many blocks are free,
         above vLLM's ``watermark``, vLLM can schedule the request's first step (``allocate_slots``
-        in vllm/v1/core/kv_cache_manager.py). A prefix cache hit does not reduce the number: its
-        blocks may be free ones.
+        in vllm/v1/core/kv_cache_manager.py). The blocks of a prefix cache hit count: they may be
+        free ones.
         """
         manager = self._bound
         tokens = min(request.num_tokens + self._lookahead_tokens, manager.max_model_len)

@@ -1,17 +1,16 @@
 """Decode requests of one engine: orders the workers to receive their KV.
 
 A router may send both requests of a transfer at once, and prefill may compute other requests first.
-A consumer with other requests for that producer therefore allocates blocks only when prefill is
-about to start the prompt: a queued request holds no blocks, ``matched_tokens`` returns None, and
-vLLM skips the request. If no other request waits for that producer, the consumer allocates at once:
-an idle prefill engine computes the first chunk before an answer could arrive (docs/decisions/0032).
+If the consumer has other requests for that producer, it queues the next without blocks
+(``matched_tokens`` returns None, vLLM skips it) until prefill is about to start the prompt. Else it
+allocates at once: an idle prefill engine computes the first chunk before an answer could arrive
+(docs/decisions/0032).
 
-A consumer computes the prompt's last token itself to get logits. It receives the KV of the earlier
-tokens that its own cache and the KV store lack. vLLM also lets a connector load all tokens, and
-then recomputes the last one (vllm/v1/core/sched/scheduler.py, ``_update_waiting_for_remote_kv``).
-That would be wrong here: sliding-window groups have freed the oldest token in the last token's
-window, and a state already includes the last token. If the producer samples the answer's first
-token, the consumer receives whole blocks only and computes the rest.
+A consumer computes the prompt's last token itself to get logits. vLLM also lets a connector load
+all tokens, and then recomputes the last one (vllm/v1/core/sched/scheduler.py,
+``_update_waiting_for_remote_kv``). That would be wrong here: sliding-window groups have freed the
+oldest token in its window, and a state already includes it. If the producer samples the answer's
+first token, the consumer receives whole blocks only and computes the rest.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ class Consumptions:
 
     def awaits_prefix(self, request_id: str) -> bool:
         """Return whether this request waits for KV that another request of its transfer receives.
-
-        If that transfer fails after its start, the wait ends when ``received`` returns the
-        receiving request.
+        If that transfer fails after its start, the wait ends when ``received`` returns that
+        request.
         """
         receiver = self._shared.receiver_of(request_id)
         return receiver is not None and (
@@ -79,10 +77,9 @@ class Consumptions:
         )
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """Return the number of tokens after ``computed_tokens`` to receive.
-
-        0 without a transfer, or if it has started; None while a queued request needs KV. No side
-        effects: vLLM may call it repeatedly.
+        """Return the number of tokens after ``computed_tokens`` to receive: 0 without a transfer,
+        or if it has started; None while a queued request needs KV. No side effects: vLLM may call
+        it repeatedly.
         """
         if request.request_id not in self._consumptions:
             return 0
@@ -94,9 +91,8 @@ class Consumptions:
         return _end_token(request, self._consumptions[request.request_id])
 
     def due(self, reported: Iterable[Due]) -> None:
-        """Let vLLM allocate the blocks of queued requests whose waits have ended.
-
-        If rank 0 has cancelled the transfer, a Release makes the other ranks cancel it.
+        """Let vLLM allocate the blocks of queued requests whose waits have ended. If rank 0 has
+        cancelled the transfer, a Release makes the other ranks cancel it.
         """
         for due in reported:
             params = self._consumptions.get(due.request_id)
@@ -162,8 +158,8 @@ class Consumptions:
     def received(self, request_ids: set[str], failed: set[str]) -> set[str]:
         """Handle requests whose transfers have ended on all workers.
 
-        Return the requests for vLLM's ``finished_recving``: vLLM schedules them, or frees the
-        blocks of those that have ended. This or a later call returns the ``failed`` ones
+        Return those for vLLM's ``finished_recving``: vLLM schedules them, or frees the blocks of
+        those that have ended. This or a later call returns the ``failed`` ones
         (``failed_loads.py``).
         """
         resumed = set(request_ids)

@@ -1,17 +1,16 @@
 """Delay requests with a failed transfer until this engine can compute their prompts.
 
 vLLM keeps such a request in its queue of requests with blocks (``kv_holding_waiting`` in
-vllm/v1/core/sched/scheduler.py). After ``finished_recving``, vLLM frees the request's blocks and
+vllm/v1/core/sched/scheduler.py). After ``finished_recving``, it frees the request's blocks and
 schedules no waiting request behind it until it fits. Requests in that queue that have received
-their KV, through this connector or another child of a MultiConnector, keep their blocks meanwhile,
-and blocks in quarantine are not free. If the failed request does not fit beside both, the queue
-never moves: computing a prompt needs more blocks of a window than receiving it. vLLM skips requests
-that wait for KV, so the scheduler side delays ``finished_recving`` of the failed request.
+their KV, through any connector, keep their blocks meanwhile, and blocks in quarantine are not free.
+If the failed request does not fit beside both, the queue never moves: computing a prompt needs more
+blocks of a window than receiving it. vLLM skips requests that wait for KV, so ``finished_recving``
+of the failed request is delayed.
 
 Blocks of running requests do not count: a running request ends, or is preempted and loses its
-blocks, so it never enters that queue. The scheduler side frees the blocks of a delayed request,
-unless they are in quarantine: freeing those returns nothing to the pool. vLLM reserves the blocks
-that the delayed request needs before it admits another load
+blocks. The scheduler side frees the blocks of a delayed request, unless they are in quarantine.
+vLLM reserves the blocks that it needs before it admits another load
 (``_inflight_prefill_reserved_blocks``).
 """
 
@@ -46,16 +45,16 @@ class FailedLoads:
         self._delayed[request.request_id] = request, self._blocks.to_compute(request)
 
     def left(self, request_id: str) -> None:
-        """Record that the request has ended: if delayed, the next ``take_fitting`` returns it."""
+        """The request has ended: if delayed, the next ``take_fitting`` returns it."""
         if request_id in self._delayed:
             self._delayed[request_id] = self._delayed[request_id][0], 0
 
     def take_fitting(self, running: Set[str]) -> set[str]:
-        """Free blocks of delayed requests; remove and return each request that fits into the pool.
+        """Free blocks of delayed requests; remove and return each request that fits into the pool
+        beside the blocks in quarantine and those of requests that are not ``running``: these load
+        KV, wait for a step, or have ended while a connector uses their blocks.
 
-        It fits beside the blocks in quarantine and those of requests that are not ``running``:
-        these load KV, wait for a step, or have ended while a connector uses their blocks. Requests
-        that fit are not added up: vLLM schedules them one after another.
+        Requests that fit are not added up: vLLM schedules them one after another.
         """
         if not self._delayed:
             return set()

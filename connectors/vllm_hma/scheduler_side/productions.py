@@ -3,12 +3,11 @@
 The producer removes the prompt's last token, so that windows and states end where the consumer
 starts to compute (``consumptions.py``).
 
-With ``first_token``, the producer computes the whole prompt and samples the answer's first token
-(docs/decisions/0046). It sends the KV of whole blocks only. While the workers send these blocks, a
-further step computes the remaining tokens, whose KV lies in other blocks. That step also moves the
-windows on, so the scheduler side takes references to the blocks of the windows that the consumer
-needs. The further step would change a state that is being sent, so producers of models with states
-sample no first tokens (``first_token_multiple`` is 0).
+With ``first_token``, it computes the whole prompt and samples the answer's first token
+(docs/decisions/0046). It sends whole blocks only. While the workers send them, a further step
+computes the remaining tokens, whose KV lies in other blocks. That step also moves the windows on,
+so the scheduler side takes references to the blocks of the windows that the consumer needs. It
+would change a state that is being sent, so ``first_token_multiple`` is 0 for models with states.
 """
 
 from __future__ import annotations
@@ -98,10 +97,8 @@ class Productions:
         return request_id in self._productions
 
     def new(self, request: Request, params: ProduceParams) -> None:
-        """Handle a new prefill request: order Expect, and change the prompt (module docstring).
-
-        If this engine cannot compute the KV that the consumer needs, log a warning, leave the
-        request unchanged and send no KV.
+        """Order Expect, and change the prompt (module docstring). If this engine cannot compute the
+        KV that the consumer needs, leave the request unchanged and send no KV, with a warning.
         """
         tokens = request.num_prompt_tokens - 1
         if params.first_token and self.first_token_multiple:
@@ -158,10 +155,8 @@ class Productions:
         return None
 
     def finished(self, request: Request) -> tuple[str, int] | None:
-        """Return (transfer id, number of prompt tokens whose KV is sent) of an ended request.
-
-        Its blocks then stay allocated until ``sent``. None if it has ended before this KV was
-        complete.
+        """Return (transfer id, number of prompt tokens whose KV is sent) of an ended request, whose
+        blocks then stay allocated until ``sent``. None if it has ended before this KV was complete.
         """
         request_id = request.request_id
         self._tokens_left.pop(request_id, None)
@@ -254,9 +249,8 @@ class Productions:
 
 
 def first_token_multiple(groups: Sequence[Group]) -> int:
-    """Return the granularity, in tokens, of the KV sent by a producer that samples first tokens.
-
-    0 if a group holds states: such a producer cannot sample first tokens.
+    """Return the granularity, in tokens, of the KV sent by a producer that samples first tokens; 0
+    if a group holds states: it cannot.
     """
     if any(group.kind is GroupKind.STATE for group in groups):
         return 0

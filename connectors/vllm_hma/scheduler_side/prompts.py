@@ -1,6 +1,5 @@
-"""Compute prompt digests, and check whether a transfer would divide an image.
-
-The prefill and the decode engine of a transfer must get equal results.
+"""Prompt digests, and whether a transfer would divide an image: equal on both engines of a
+transfer.
 """
 
 from __future__ import annotations
@@ -16,19 +15,14 @@ if TYPE_CHECKING:
 
 
 class Prompts:
-    """Digests of prompts; ``whole_images``: whether tokens of an image attend to later tokens of
-    it.
-    """
+    """``whole_images``: whether tokens of an image attend to later tokens of it."""
 
     def __init__(self, whole_images: bool) -> None:
         self._whole_images = whole_images
         self._salt = ""
 
     def digest(self, request: Request) -> str:
-        """Return the prompt digest, which must be equal for both requests of a transfer.
-
-        It excludes the LoRA adapter. The workers add the adapter's content, which only they know.
-        """
+        """The workers add the LoRA adapter's content, which only they know."""
         others = [f"{f.identifier}@{f.mm_position.offset}+{f.mm_position.length}" for f in request.mm_features]
         if request.cache_salt is not None:
             others.append(request.cache_salt)

@@ -1,14 +1,13 @@
 """Hold blocks that a producer rank may still write to after their request's wait has ended.
 
-The transfer of such a request has failed or was cancelled, and a producer rank has not acknowledged
-that it writes no more. This engine then computes the request in other blocks, or the request has
-ended. In both cases vLLM drops its references to the blocks. The scheduler side takes its own
-references before that, and drops them when no producer rank can write to the blocks any more.
+Its transfer has failed or was cancelled, and a producer rank has not acknowledged that it writes no
+more. vLLM drops its references: it computes the request in other blocks, or the request has ended.
+The scheduler side takes its own references before that.
 
 A rank's consumer state machine returns Received with ``quarantine``, and later Freed. A
-QuarantineReport brings both to the scheduler side with a step's output: ``begun`` not later than
-the request in ``finished_recving``. The references last from the first rank's ``begun`` to the last
-rank's ``ended``.
+QuarantineReport brings both here with a step's output: ``begun`` not later than the request in
+``finished_recving``. The references last from the first rank's ``begun`` to the last rank's
+``ended``.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ class _Hold:
 
 
 class Quarantine:
-    """The scheduler side's references to blocks in quarantine, for one engine."""
-
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
         self._holds: dict[Kept, _Hold] = {}
@@ -47,10 +44,7 @@ class Quarantine:
         return {block.block_id for hold in self._holds.values() for block in hold.blocks}
 
     def take(self, report: QuarantineReport) -> None:
-        """Apply the report of one step's output, from all ranks.
-
-        Call it before vLLM handles ``finished_recving`` of that output and frees blocks.
-        """
+        """Call it before vLLM handles ``finished_recving`` of the same output and frees blocks."""
         for kept in report.begun:
             if kept not in self._holds:
                 self._holds[kept] = _Hold(self._blocks.take(kept.request_id))

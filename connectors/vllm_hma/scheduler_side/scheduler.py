@@ -1,7 +1,5 @@
-"""Scheduler side of the connector: orders the workers to send and receive KV of requests.
-
-``productions.py`` handles the prefill requests, ``consumptions.py`` the decode requests. An engine
-may have both.
+"""Scheduler side of the connector: prefill requests (``productions.py``) and decode requests
+(``consumptions.py``).
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ class SchedulerConnector:
         """Start the side channel, after all workers have registered; return the engine's metadata.
 
         ``rank_metadata`` is by (pipeline-parallel rank, TP rank). Raises WireError if the workers'
-        metadata do not fit together, and as ``MetadataProcess`` if the side channel cannot start.
+        metadata do not fit together, and as ``MetadataProcess``.
         """
         workers = {tp_rank: decode_agent_metadata(meta.agent_metadata) for (_, tp_rank), meta in rank_metadata.items()}
         engine = engine_metadata(workers)
@@ -113,9 +111,8 @@ class SchedulerConnector:
     # Requests.
 
     def new_request(self, request: Request) -> None:
-        """Handle a new request. It may carry a transfer, a discard or a report of lost engines.
-
-        Invalid kv_transfer_params do not fail the request: this engine computes its prompt.
+        """The request may carry a transfer, a discard or a report of lost engines. Invalid
+        kv_transfer_params do not fail it: this engine computes its prompt.
         """
         try:
             params = parse_params(request.kv_transfer_params)
@@ -150,9 +147,7 @@ class SchedulerConnector:
             )
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request.
-
-        Return whether its blocks stay allocated until ``finished_sending``, and the
+        """Return whether the request's blocks stay allocated until ``finished_sending``, and the
         kv_transfer_params of the response, if any.
         """
         self.consumptions.finished(request.request_id)
@@ -170,11 +165,11 @@ class SchedulerConnector:
         }
 
     def reset(self) -> None:
-        """Stop sharing KV: the engine's weights may have been changed in memory.
+        """Stop sharing KV: the engine's weights may have been changed in memory, which the model's
+        identity does not cover.
 
         This engine sends no more KV of prompts in progress, and the digests of later prompts match
-        no other engine's. Other transfers continue. The model's identity, which peers compare, does
-        not cover weights changed in memory, so the engine shares no other KV until it restarts.
+        no other engine's. Other transfers continue.
         """
         logger.warning(
             "Tandem: the caches of engine %s were reset, so it shares no KV until it restarts: its weights may not be "

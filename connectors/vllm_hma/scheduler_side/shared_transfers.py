@@ -1,8 +1,7 @@
-"""Requests that share one transfer: the choices of a client request (``n``).
-
-vLLM copies the transfer parameters to the engine request of each choice. The first one to arrive
-receives the KV. The others, its followers, wait until the transfer has ended. Then they find the
-prompt in the engine's prefix cache, or compute what the cache lacks (docs/decisions/0056).
+"""Requests that share one transfer: the choices of a client request (``n``), to each of which vLLM
+copies the transfer parameters. The first one to arrive receives the KV. Its followers wait until
+the transfer has ended. Then they find the prompt in the prefix cache, or compute what it lacks
+(docs/decisions/0056).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class SharedTransfers:
         self._followers: dict[str, str] = {}
 
     def join(self, transfer_id: str, request_id: str) -> bool:
-        """Add a request of a transfer; return whether this request receives the KV."""
+        """Return whether this request receives the KV."""
         receiver = self._receivers.setdefault(transfer_id, request_id)
         if len(self._receivers) > REMEMBERED_TRANSFERS:
             del self._receivers[next(iter(self._receivers))]

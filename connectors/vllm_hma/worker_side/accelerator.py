@@ -26,7 +26,7 @@ def set_thread_device(device: torch.device) -> None:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA device; None for another accelerator."""
+    """None for an accelerator other than a CUDA device."""
     found = current_platform.get_device_capability(device.index or 0) if current_platform.is_cuda() else None
     return None if found is None else (found.major, found.minor)
 

@@ -1,9 +1,8 @@
 """Add the identities of LoRA adapters to prompt digests, and check them while prompts run.
 
-The two requests of a transfer must use the same adapter. Each rank adds the identity of the content
-that it has loaded (``model/adapters.py``). A producer rank also checks in each step, before, during
-and after the forward pass, that this identity has not changed: vLLM may load an adapter in place,
-or again from changed files.
+Each rank adds the identity of the content that it has loaded (``model/adapters.py``): both requests
+of a transfer must use the same. A producer rank also checks before, during and after each forward
+pass that it has not changed: vLLM may load an adapter in place, or again from changed files.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ class AdapterClaims:
         return len(self._claims)
 
     def expect(self, expect: Expect) -> Expect:
-        """Return the order of a prefill request with the adapter's identity in its prompt digest.
-
-        Remember the adapter until ``finished``, or until ``take_outdated`` returns the request.
+        """Add the adapter's identity to the digest; remember the adapter until ``finished``, or
+        until ``take_outdated`` returns the request.
         """
         if expect.adapter is None:
             return expect
@@ -58,5 +56,5 @@ class AdapterClaims:
 
 
 def _digest(prompt: str, identity: str) -> str:
-    """Return a prompt's digest with an adapter; one of UNKNOWN content differs from all others."""
+    """A prompt with an adapter of UNKNOWN content has a digest that differs from all others."""
     return prompt_digest((), [prompt, identity if identity != UNKNOWN else uuid.uuid4().hex])

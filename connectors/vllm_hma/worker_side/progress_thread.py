@@ -13,7 +13,7 @@ class ProgressThread:
     """Thread that calls ``on_start`` once, then ``progress`` in a loop.
 
     ``progress`` returns the pause before its next call, in seconds; ``wake`` ends the pause. It
-    must not raise: an exception would end the thread, which checks all deadlines and answers peers.
+    must not raise: the thread checks all deadlines and answers peers.
     """
 
     def __init__(self, progress: Callable[[], float], first_rest_s: float, on_start: Callable[[], None]) -> None:
@@ -26,10 +26,8 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="tandem-progress", daemon=True)
 
     def start(self) -> None:
-        """Start the thread and wait until it has run ``on_start``.
-
-        Raises what ``on_start`` raises, and RuntimeError if no thread can start: without this
-        thread, an idle engine would check no deadline.
+        """Raises what ``on_start`` raises, and RuntimeError if no thread can start: an idle engine
+        would check no deadline.
         """
         self._thread.start()
         self._started.result()
@@ -46,7 +44,7 @@ class ProgressThread:
         self._awake.set()
 
     def close(self) -> None:
-        """Stop the thread. Wait at most _JOIN_S seconds for a running call of ``progress``."""
+        """Wait at most _JOIN_S seconds for a running call of ``progress``."""
         self._closed.set()
         self._awake.set()
         self._thread.join(timeout=_JOIN_S)

@@ -1,9 +1,8 @@
 """Run the state machines of one rank: pass events to them, and carry out their actions.
 
 vLLM's hooks, the progress thread and the threads of handshakes, digests and probes call the same
-machines under one lock. The hooks apply the scheduler side's orders and hand over each step's KV.
-The progress thread answers peers, polls writes and checks deadlines while the engine computes or
-idles.
+machines under one lock. The hooks apply the scheduler side's orders and hand over each step's KV;
+the progress thread answers peers, polls writes and checks deadlines meanwhile.
 """
 
 from __future__ import annotations
@@ -159,8 +158,8 @@ class WorkerRuntime:
         """Apply the orders that must precede this step, which may overwrite reallocated blocks.
 
         This rank sends no more KV of requests that ended without holding their blocks. Without late
-        orders, this call waits for writes that read blocks of preempted requests, at most until
-        fence_s after each was begun.
+        orders, this waits for writes that read blocks of preempted requests, at most fence_s after
+        each was begun.
         """
         with self._lock:
             for expect in orders.expects:
@@ -195,10 +194,11 @@ class WorkerRuntime:
                 self._steps.begin([chunk for chunk in orders.chunks if chunk.last])
 
     def _fence_preempted(self, request_ids: list[str]) -> None:
-        """Wait for writes that read blocks of preempted requests; abort the unsafe deliveries.
+        """Wait for writes that read blocks of preempted requests; abort the unsafe deliveries:
+        those with only some of a step's layers, and those whose writes may have read overwritten
+        blocks.
 
-        A delivery is unsafe if it has only some of a step's layers, or if its writes may have read
-        overwritten blocks. The lock is released between polls; no new write reads these blocks.
+        The lock is released between polls; no new write reads these blocks.
         """
         with self._lock:
             for request_id in request_ids:
@@ -224,9 +224,8 @@ class WorkerRuntime:
         self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, time.monotonic()))
 
     def spoil(self, request_ids: Set[str], reason: str) -> None:
-        """Abort the deliveries of prompts of which this step computes wrong KV.
-
-        Call this before ``layer_computed`` or ``after_forward`` hands over the wrong KV.
+        """Abort the deliveries of prompts of which this step computes wrong KV, before
+        ``layer_computed`` or ``after_forward`` hands it over.
         """
         with self._lock:
             for request_id in request_ids:
@@ -234,10 +233,7 @@ class WorkerRuntime:
                 self._perform(self._producer.finished(request_id, False, reason, time.monotonic()))
 
     def layer_computed(self, layer: str) -> None:
-        """Record a computed layer of a step that is sent layer by layer, for the progress thread.
-
-        vLLM calls this during the forward pass, so it takes no lock.
-        """
+        """vLLM calls this during the forward pass, so it takes no lock."""
         if self._steps.layer(layer):
             self._progress_thread.wake()
 
@@ -288,10 +284,8 @@ class WorkerRuntime:
         return sent, set(received), {request_id for request_id, failure in received.items() if failure is not None}
 
     def report(self) -> WorkerReport | None:
-        """Return the changes since the last call; None if there were none.
-
-        Call it after ``results`` of the same step: the report must include the quarantine of each
-        request that ``results`` has returned.
+        """Return the changes since the last call. Call it after ``results`` of the same step: it
+        must include the quarantine of each request that ``results`` has returned.
         """
         with self._lock:
             report = WorkerReport(self._quarantine, self._due)
@@ -336,10 +330,8 @@ class WorkerRuntime:
         return _OPEN_S if busy else _IDLE_S
 
     def _try_round(self, now: float) -> None:
-        """Run one round: handle messages, computed chunks, writes and deadlines.
-
-        Never raises: an exception would end the engine in a hook of vLLM, or the progress thread. A
-        part that fails does not prevent the others.
+        """Never raises: an exception would end the engine in a hook of vLLM, or the progress
+        thread. A part that fails does not prevent the others.
         """
         for name, part in self._round.items():
             try:
@@ -384,9 +376,7 @@ class WorkerRuntime:
                     self._receive(receive, now)
 
     def frame_received(self, sender: str, frame: bytes, now: float) -> None:
-        """Handle a frame from the transport's agent ``sender``.
-
-        Drop and log a frame that is malformed, has a wrong tag, or names another sender or
+        """Drop and log a frame that is malformed, has a wrong tag, or names another sender or
         receiver, and requests of a consumer that the producer does not know.
         """
         try:

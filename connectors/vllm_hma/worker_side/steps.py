@@ -1,10 +1,8 @@
 """Queue of chunks and layers that engine steps compute, until the device has computed them.
 
-The engine's thread appends the start of a step, its computed layers and its end, and the decode
-requests whose new blocks the step zeroes. On an accelerator this thread is ahead of the device, so
-all entries but the start have an event of the ``StepFence`` and are yielded after the event has
-passed. Only the engine's thread appends. It appends layers without a lock, so that a forward pass
-does not wait while the progress thread holds the lock.
+The engine's thread, which alone appends, is ahead of an accelerator. So all entries but a step's
+start have an event of the ``StepFence`` and are yielded after it has passed. Layers are appended
+without a lock: a forward pass must not wait for the progress thread.
 """
 
 from __future__ import annotations
@@ -24,10 +22,8 @@ if TYPE_CHECKING:
 
 
 class StepFence:
-    """Device events after which the KV of a layer or a step can be read.
-
-    On an accelerator, the forward pass returns before its kernels have run. On a CPU, it has
-    completed when it returns.
+    """Device events after which the KV of a layer or a step can be read. On a CPU, the forward pass
+    has completed when it returns.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +72,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Zeroed:
-    """Step that has zeroed blocks of these decode requests: KV may now be written to them."""
+    """The step has zeroed blocks of these decode requests: KV may now be written to them."""
 
     receives: tuple[Receive, ...]
 
@@ -102,14 +98,14 @@ class Steps:
         return bool(self._entries)
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
-        """Append the start of a step that reports its layers; without chunks, it does not."""
+        """Without chunks, the step does not report its layers."""
         self._begun = tuple(chunk.request_id for chunk in chunks)
         self._run, self._stop = {}, {}
         if chunks:
             self._entries.append((None, Begun(tuple(chunks))))
 
     def layer(self, name: str) -> bool:
-        """Record a computed layer; return whether it extends a group's layers without a gap."""
+        """Return whether the layer extends a group's computed layers without a gap."""
         position = self._positions.get(name)
         if not self._begun or position is None:
             return False
@@ -131,15 +127,12 @@ class Steps:
         self._begun = ()
 
     def zero(self, receives: Sequence[Receive], event: torch.Event | None = None) -> None:
-        """Append decode requests some of whose blocks this step zeroes, if there are any.
-
-        ``event``  event after which their blocks may be written, if it is not the step's end
-        """
+        """``event``: after it, the blocks may be written, if it is not the step's end."""
         if receives:
             self._entries.append((event or self._fence.mark(), Zeroed(tuple(receives))))
 
     def take(self, ended: Callable[[Receive], bool]) -> list[Receive]:
-        """Remove the decode requests for which ``ended`` returns True; return their orders."""
+        """Remove and return the decode requests for which ``ended`` returns True."""
         taken: list[Receive] = []
         for position, (event, entry) in enumerate(self._entries):
             if isinstance(entry, Zeroed):
@@ -150,7 +143,7 @@ class Steps:
         return taken
 
     def drop(self, request_id: str) -> None:
-        """Remove a prefill request from all entries: its blocks are freed, or its KV is wrong."""
+        """Remove a prefill request: its blocks are freed, or its KV is wrong."""
         kept: deque[tuple[torch.Event | None, Entry]] = deque()
         for event, entry in self._entries:
             match entry:

@@ -15,9 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 class Trace:
-    """Writer of one rank's events to the trace file; does nothing if ``path`` is empty.
-
-    Ranks and engines may share the file. Raises OSError if it cannot be opened.
+    """Writer of one rank's events; does nothing if ``path`` is empty. Ranks and engines may share
+    the file. Raises OSError if it cannot be opened.
     """
 
     def __init__(self, path: str, incarnation: str, rank: int) -> None:

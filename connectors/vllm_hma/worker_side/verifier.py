@@ -14,13 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 class Verifier:
-    """Thread that carries out ``Verify`` actions in order, delaying neither steps nor answers.
+    """Carries out ``Verify`` actions in order, delaying neither steps nor answers.
 
     ``set_device``  called in the thread before each comparison; if it raises, the comparison fails
     ``verified``    called in the thread with the action, the problem (None if the digests match)
-                    and the start of the comparison in ``time.monotonic()`` seconds. The consumer
-                    keeps the blocks allocated until this call, at most until its deadline
-                    (``hang_s``)
+                    and the start of the comparison in ``time.monotonic()`` seconds
 
     Raises RuntimeError if the thread cannot start.
     """
@@ -34,7 +32,7 @@ class Verifier:
         self._pool.submit(set_device)
 
     def submit(self, verify: Verify) -> None:
-        """Verify in the thread; no effect after ``close``."""
+        """No effect after ``close``."""
         with contextlib.suppress(RuntimeError):
             self._pool.submit(self._verify, verify)
 

@@ -36,9 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerConnector:
-    """Worker side of one rank: its runtime, and vLLM's hooks that check LoRA adapters.
-
-    Raises UnsupportedCacheError for unsupported caches. ``register`` starts the runtime.
+    """Worker side of one rank: its runtime, and vLLM's hooks that check LoRA adapters. Raises
+    UnsupportedCacheError. ``register`` starts the runtime.
     """
 
     def __init__(
@@ -104,7 +103,6 @@ class WorkerConnector:
         )
 
     def identity(self) -> ModelIdentity:
-        """Return the identity of the engine's model and draft. Raises as ``model_identity``."""
         started_s = process_start_s()
         draft = draft_identity(self._vllm_config, started_s)
         return model_identity(self._vllm_config, draft, self._config.store is not None, started_s)
@@ -128,8 +126,8 @@ class WorkerConnector:
     def _check_adapters(self) -> None:
         """Abort the deliveries of prompts whose adapter's identity has changed since ``expect``.
 
-        vLLM's V2 model runner loads the adapters of a step before it calls the connector. The V1
-        runner loads them between ``before_forward`` and the first layer.
+        vLLM's V2 model runner loads the adapters of a step before it calls the connector, the V1
+        runner between ``before_forward`` and the first layer.
         """
         outdated = self._adapters.take_outdated()
         if outdated:

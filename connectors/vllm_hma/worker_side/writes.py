@@ -48,8 +48,6 @@ _SLOW = (
 class OpenWrite:
     """A write that has not ended. Times are in ``time.monotonic()`` seconds.
 
-    ``since``       time of ``begin``
-    ``posted_at``   time of the first post
     ``arrived_at``  time at which all slices had ended; the digest may still read the source
     ``slices``      slices that have not been posted; None until its runs have been built
     ``handles``     the transport's handles of the slices in flight, in order
@@ -124,9 +122,8 @@ class Writes:
         return []
 
     def post_slice(self) -> bool:
-        """Post the next slice of the oldest write that has one; return whether there was a write.
-
-        Drops the slices of a write whose delivery has ended. Never raises: ``poll`` reports errors.
+        """Post the next slice of the oldest write that has one, unless its delivery has ended;
+        return whether there was a write. Never raises: ``poll`` reports errors.
         """
         with self._lock:
             if not self._unposted:
@@ -145,9 +142,8 @@ class Writes:
         return True
 
     def poll(self, now: float) -> list[ProducerAction]:
-        """Remove the writes that have ended; return the producer's actions for them.
-
-        An exception of the transport ends a slice as failed: the transport has dropped its handle.
+        """Remove the writes that have ended. An exception of the transport ends a slice as failed:
+        the transport has dropped its handle.
         """
         actions: list[ProducerAction] = []
         for write_id, opened in list(self._open.items()):
@@ -172,10 +168,8 @@ class Writes:
         return actions
 
     def _post(self, opened: OpenWrite) -> None:
-        """Post one slice. After the last one, add the write to the digest.
-
-        Of the errors of ``Transport.write``, only a TransportError that is no FailedWriteError
-        proves that nothing of the slice was posted.
+        """Post one slice. Of the errors of ``Transport.write``, only a TransportError that is no
+        FailedWriteError proves that nothing of the slice was posted.
         """
         write = opened.write
         if opened.slices is None:
@@ -245,10 +239,7 @@ class Writes:
         return str(error) or repr(error)
 
     def _add_to_digest(self, write: Write) -> None:
-        """Hash the source bytes of a write, if the offer requests a digest.
-
-        The blocks are intact until the write ends, or the delivery is aborted.
-        """
+        """The blocks are intact until the write ends, or the delivery is aborted."""
         if write.digest is None:
             return
         try:
