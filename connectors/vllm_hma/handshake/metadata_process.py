@@ -4,8 +4,7 @@ The core writes the agent metadata to the process's standard input and keeps it 
 ends when that pipe closes, also if the core is killed. If it ends before, the core starts it again
 on the same port: no further decode engine could connect.
 
-    to the process    length of the JSON (uint32, little endian) | JSON | agent metadata by rank
-                      JSON: host, port, identity (hexadecimal), lengths of the agent metadata
+    to the process    one line of JSON: host, port, identity (hexadecimal), agent metadata by rank
     from the process  one line of JSON: the listening port, or an error
 """
 
@@ -16,7 +15,6 @@ import json
 import logging
 import os
 import select
-import struct
 import subprocess
 import sys
 import threading
@@ -29,7 +27,6 @@ from connectors.vllm_hma.handshake.side_channel import MetadataServer
 
 logger = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("<I")
 _START_S = 60.0
 _END_S = 5.0
 _RESTART_S = 1.0
@@ -55,9 +52,8 @@ class MetadataProcess:
             "host": self._host,
             "port": port,
             "identity": self._identity.hex(),
-            "lengths": [len(agent_metadata) for agent_metadata in self._rank_metadata],
+            "rank_metadata": [agent_metadata.decode() for agent_metadata in self._rank_metadata],
         }
-        encoded = json.dumps(header).encode()
         # The process imports the package from the engine's sys.path. It needs no thread pools.
         paths = os.pathsep.join(path for path in sys.path if path)
         environment = os.environ | {"PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -71,7 +67,7 @@ class MetadataProcess:
         try:
             # If the process has ended, `_answer` raises.
             with contextlib.suppress(BrokenPipeError):
-                self._pipe.write(_LENGTH.pack(len(encoded)) + encoded + b"".join(self._rank_metadata))
+                self._pipe.write(json.dumps(header).encode() + b"\n")
                 self._pipe.flush()
             return int(self._answer()["port"])
         except BaseException:
@@ -136,9 +132,8 @@ def serve() -> None:
     log_to(sys.stderr, "SideChannel")
     raise_limit(OTHER_FILES)
     source, out = sys.stdin.buffer, sys.stdout
-    (length,) = _LENGTH.unpack(source.read(_LENGTH.size))
-    header = json.loads(source.read(length))
-    rank_metadata = [source.read(size) for size in header["lengths"]]
+    header = json.loads(source.readline())
+    rank_metadata = [agent_metadata.encode() for agent_metadata in header["rank_metadata"]]
     try:
         server = MetadataServer(header["host"], header["port"], rank_metadata, bytes.fromhex(header["identity"]))
     except ConfigurationError as error:

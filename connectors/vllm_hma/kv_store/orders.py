@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from connectors.planning.layout import EngineLayout
 from connectors.store.keys.names import ModelFingerprint
@@ -45,7 +41,7 @@ class Store:
 
 
 @dataclass(slots=True)
-class StoreOrders(KVConnectorMetadata):
+class StoreOrders:
     """Orders of one step, for all ranks.
 
     ``timed_tokens``          number of tokens of the step if ranks measure its duration, else 0
@@ -60,7 +56,7 @@ class StoreOrders(KVConnectorMetadata):
 
 
 @dataclass(slots=True)
-class StoreReport(KVConnectorWorkerMetadata):
+class StoreReport:
     """Report of one or several ranks on their copies since their last report.
 
     ``attached``, ``detached``  number of ranks that have mapped the staging memory, or cannot; each
@@ -88,8 +84,7 @@ class StoreReport(KVConnectorWorkerMetadata):
     def __bool__(self) -> bool:
         return self != StoreReport()
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StoreReport:
-        assert isinstance(other, StoreReport)
+    def aggregate(self, other: StoreReport) -> StoreReport:
         pairs = ((self.loaded, other.loaded), (self.filled, other.filled), (self.failed, other.failed))
         for mine, theirs in pairs:
             for key, ranks in theirs.items():

@@ -29,6 +29,7 @@ from connectors.vllm_hma.kv_store.requests import StoreRequest, Transferred
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, adapter_of
 from connectors.vllm_hma.model.media import named_by_content
+from connectors.vllm_hma.orders import scheduled
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -205,12 +206,12 @@ class StoreScheduler:
     def orders(self, output: SchedulerOutput) -> StoreOrders:
         orders = StoreOrders(self.store.staging.location, self._loads)
         self._loads = []
-        scheduled, tokens = _scheduled(output), output.num_scheduled_tokens
+        steps, tokens = scheduled(output), output.num_scheduled_tokens
         if max(tokens.values(), default=0) >= _TIMED_TOKENS:
             orders.timed_tokens = sum(tokens.values())
-            contexts = (tokens[request] * (computed + tokens[request] / 2) for request, computed in scheduled)
+            contexts = (tokens[request] * (computed + tokens[request] / 2) for request, computed in steps)
             orders.timed_context_tokens = sum(contexts) / orders.timed_tokens
-        for request_id, computed in scheduled:
+        for request_id, computed in steps:
             known = self._requests.get(request_id)
             if known is None or known.void or self._detached:
                 continue
@@ -359,12 +360,3 @@ class StoreScheduler:
 
 def _frozen(tables: Sequence[Sequence[int]]) -> Tables:
     return tuple(tuple(table) for table in tables)
-
-
-def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
-    """Return (request id, tokens computed before this step) of all requests."""
-    cached = output.scheduled_cached_reqs
-    return [
-        *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),
-        *zip(cached.req_ids, cached.num_computed_tokens, strict=True),
-    ]

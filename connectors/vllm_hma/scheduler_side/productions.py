@@ -25,7 +25,7 @@ from connectors.planning.blocks import first_needed_token
 from connectors.planning.layout import WINDOWED, Group, GroupKind
 from connectors.protocol.params import ProduceParams, whole_blocks
 from connectors.vllm_hma.model.adapters import adapter_of
-from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
+from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders, scheduled
 from connectors.vllm_hma.scheduler_side.blocks import Blocks
 from connectors.vllm_hma.scheduler_side.outbox import Outbox
 from connectors.vllm_hma.scheduler_side.prompts import Prompts
@@ -203,7 +203,7 @@ class Productions:
             production = self._productions.get(new.req_id)
             if production is not None and production.request is not None:
                 send_whole_prompt(new)
-        for request_id, computed_before in _scheduled(output):
+        for request_id, computed_before in scheduled(output):
             production = self._productions.get(request_id)
             if production is not None and computed_before < production.prompt_tokens:
                 self._start(request_id, orders)
@@ -255,11 +255,3 @@ def first_token_multiple(groups: Sequence[Group]) -> int:
     if any(group.kind is GroupKind.STATE for group in groups):
         return 0
     return math.lcm(*(group.block_tokens for group in groups))
-
-
-def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
-    cached = output.scheduled_cached_reqs
-    return [
-        *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),
-        *zip(cached.req_ids, cached.num_computed_tokens, strict=True),
-    ]
