@@ -63,9 +63,7 @@ _FRAMES = msgspec.msgpack.Decoder(tuple[_Peer, _Peer, Union[tuple(_SCHEMAS.value
 
 
 def encode(envelope: Envelope, key: bytes = b"") -> bytes:
-    """Return the frame of a message; a long reason is cut. Raises WireError if an id has a lone
-    surrogate; those of a reason are escaped.
-    """
+    """Cuts a long reason and escapes its lone surrogates; raises WireError for one in an id."""
     message = envelope.message
     values = {field.name: getattr(message, field.name) for field in fields(message)}
     if "reason" in values:
@@ -86,9 +84,7 @@ def tag(content: bytes | memoryview, key: bytes) -> bytes:
 
 
 def decode(frame: bytes, key: bytes = b"") -> Envelope:
-    """Parse a frame; the caller checks sender and receiver. Raises WireError if it is malformed, of
-    another version, or its tag does not match ``key``.
-    """
+    """Raises WireError for a malformed frame, another version, or a tag that does not match."""
     least = len(_HEAD) + _TAG_BYTES
     if not least <= len(frame) <= MAX_FRAME_BYTES:
         raise WireError(f"a frame has {len(frame)} bytes; allowed are {least} to {MAX_FRAME_BYTES}")
@@ -156,7 +152,7 @@ def encode_agent_metadata(agent_metadata: AgentMetadata) -> bytes:
 
 
 def decode_agent_metadata(payload: bytes) -> AgentMetadata:
-    """Parse agent metadata. Raises WireError if it is malformed or of another version."""
+    """Raises WireError if it is malformed or of another version."""
     if len(payload) > MAX_METADATA_BYTES:
         raise WireError(f"agent metadata has {len(payload)} bytes; the limit is {MAX_METADATA_BYTES}")
     try:

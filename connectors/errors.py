@@ -15,9 +15,7 @@ class ConfigurationError(TandemError):
 
 
 class UnsupportedCacheError(TandemError):
-    """The connector does not support a layer of the KV cache (``*``: all), or the parallelism.
-    Raised while the engine starts.
-    """
+    """The connector does not support a layer of the KV cache (``*``: all), or the parallelism."""
 
     def __init__(self, layer: str, what: str, remedy: str) -> None:
         super().__init__(f"layer {layer!r}: {what}; {remedy}")

@@ -58,9 +58,7 @@ class RateLimitedHandler(logging.Handler):
 
 
 def log_to(stream: TextIO, process: str) -> None:
-    """Write the lines of this process to `stream`, with `process` as its name. Texts that a message
-    quotes stay on its line, also in messages of libraries.
-    """
+    """Write the lines of this process to `stream`, each with its quoted texts on one line."""
     escape_log_arguments()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter(_FORMAT.format(process=process), _DATE_FORMAT))

@@ -18,9 +18,7 @@ REMEDY = "raise the hard limit (ulimit -Hn; LimitNOFILE in a systemd unit; `--ul
 
 
 def raise_limit(needed: int = OTHER_FILES) -> None:
-    """Raise the soft limit of this process to the hard limit; its later children inherit it. `ray
-    start` and shells often leave 1,024.
-    """
+    """Raise the soft limit to the hard one: `ray start` and shells often leave 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:

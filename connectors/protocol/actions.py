@@ -27,9 +27,7 @@ class Digest(Protocol):
         ...
 
     def hexdigest(self) -> str:
-        """Return the digest of all bytes added so far, 32 hex digits, once the device has read
-        them.
-        """
+        """Return the digest of all bytes added so far: 32 hex digits."""
         ...
 
 
@@ -72,8 +70,8 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """This rank sends no more KV from the request's blocks, which may be freed once all ranks of
-    the engine have returned this.
+    """This rank sends no more KV from the request's blocks. All ranks must return this to free
+    them.
     """
 
     request_id: str
@@ -81,9 +79,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Start a handshake with this engine, unless one is in progress; then ``connected`` or
-    ``connect_failed``.
-    """
+    """Start a handshake, unless one is in progress; then ``connected`` or ``connect_failed``."""
 
     engine: EngineAddress
 

@@ -79,8 +79,8 @@ class EngineMetadata:
 
 
 def engine_identity(engine: EngineMetadata) -> str:
-    """Return a digest of what ``check_peers`` compares besides layouts: 32 hexadecimal digits. One
-    of workers that differ is that of no other kind of engine.
+    """Digest of what ``check_peers`` compares besides layouts, unique if workers differ: 32 hex
+    digits.
     """
     workers = {json.dumps([worker.transport, *astuple(worker.identity)]) for worker in engine.workers}
     return hashlib.blake2b(json.dumps([PROTOCOL_VERSION, *sorted(workers)]).encode(), digest_size=16).hexdigest()
@@ -110,9 +110,7 @@ def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:
 
 
 def engine_metadata(workers: dict[int, AgentMetadata]) -> EngineMetadata:
-    """Raises WireError unless the workers are ranks 0 to n-1 of one incarnation, with the same
-    layers in each group.
-    """
+    """Raises WireError unless the workers are all ranks of one engine, with the same layers."""
     rank_metadata = tuple(workers[rank] for rank in sorted(workers))
     if not rank_metadata or sorted(workers) != list(range(len(rank_metadata))):
         raise WireError(f"the workers' ranks must be 0, 1, 2, ... without gaps, not {sorted(workers)}")

@@ -113,8 +113,8 @@ class Consumer:
         return self._queue.add(request_id, transfer_id, producer, now)
 
     def start(self, order: Order, now: float) -> list[ConsumerAction]:
-        """Receive a request whose blocks are allocated. An id is valid once: Fin carries only the
-        id, so a late Fin of a first request would match a second one.
+        """An id is valid once: Fin has only the id, so a late one of a first request would match a
+        second.
         """
         if not self._queue.remove(order.transfer_id, order.request_id) and self._is_used(order.transfer_id):
             return [Received(order.request_id, _USED_TWICE)]
@@ -166,7 +166,6 @@ class Consumer:
         return actions + self._engines.forget(incarnation)
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
-        """One producer worker is dead. Others may still write."""
         self._engines.mark_stale(peer.incarnation)
         actions = self._queue.worker_lost(peer, reason, now)
         for reception in self._of_engine(peer.incarnation):
@@ -257,7 +256,6 @@ class Consumer:
         return self._engines.knows(peer)
 
     def suspects(self) -> set[Suspect]:
-        """The producer workers that may still write to blocks in quarantine."""
         return {
             Suspect(each.peer, each.process, each.was_seen, each.met_at)
             for reception in self._quarantine.values()
@@ -279,7 +277,6 @@ class Consumer:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is queued, or a transfer in progress or in quarantine."""
         return bool(self._queue.requests or self._by_transfer)
 
     def _is_used(self, transfer_id: str) -> bool:
@@ -294,9 +291,7 @@ class Consumer:
         yield from self._quarantine.values()
 
     def _check(self, reception: Reception, now: float) -> list[ConsumerAction]:
-        """Apply one reception's deadlines. Messages only postpone them: none passes before
-        ``check_at``.
-        """
+        """Messages only postpone deadlines: none passes before ``check_at``."""
         if reception.verifying and not reception.writing:
             hang_s = self._limits.hang_s
             reception.check_at = reception.verifying_since + hang_s

@@ -124,9 +124,7 @@ class Delivery:
         return self.unarrived if self.unarrived != before else ()
 
     def missing(self) -> str | None:
-        """Describe the units left unwritten at the end of the prompt. Only a state can: the engine
-        computed past ``offer.end_token``, which changed it.
-        """
+        """Only a state can be left: the engine computed past ``offer.end_token`` and changed it."""
         assert self.offer is not None
         groups = [str(group) for group, units in enumerate(self.pending or ()) if len(units)]
         if not groups:
@@ -136,8 +134,8 @@ class Delivery:
 
 @dataclass(slots=True)
 class Gone:
-    """A transfer that ended at ``at``, or was discarded while its id was unknown; the highest
-    message number that each consumer worker has used for it.
+    """End of a transfer, or discard of an unknown id; highest message number of each consumer
+    worker.
     """
 
     at: float
@@ -264,9 +262,7 @@ def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> lis
 def take(
     transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer | None
 ) -> tuple[str | None, list[Moves]]:
-    """Return (why the offer cannot be served, or None; the moves to write). The caller must write
-    them: their units are no longer pending.
-    """
+    """Return (why the offer cannot be served, or None; the moves, which the caller must write)."""
     if consumer is None:
         return "the consumer worker has ended or has been removed", []
     if delivery.pending is None:

@@ -95,9 +95,7 @@ class ProducerEngines:
         return due(self._used_at, lambda at: now - at >= self._limits.forget_s / 2)
 
     def release(self, transfer_id: str, incarnation: str, now: float) -> list[Send]:
-        """Return a Cancel for every partner, which ends the producer's lease of a transfer; if a
-        handshake is needed first, ``send_releases`` does.
-        """
+        """Return a Cancel for every partner, or leave it to ``send_releases`` after a handshake."""
         partners = self.reachable(incarnation)
         if partners is None:
             self.release_later(transfer_id, incarnation, now)
@@ -121,7 +119,6 @@ class ProducerEngines:
                 del self.releases[incarnation]
 
     def next_number(self) -> int:
-        """Above all earlier ones to any engine."""
         self._last_number += 1
         return self._last_number
 

@@ -64,9 +64,7 @@ class DiscardParams:
 
 @dataclass(frozen=True, slots=True)
 class LostParams:
-    """Report that ``engines`` (``names_engine``) have ended and write no more. Valid only with the
-    connector's configured token, which must not be empty.
-    """
+    """Report that ``engines`` (``names_engine``) write no more; needs the configured token."""
 
     engines: str
     supervisor: str

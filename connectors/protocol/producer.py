@@ -129,7 +129,6 @@ class Producer(Production):
         transfer.coming_tokens = computed_tokens
 
     def layers_computed(self, request_ids: Iterable[str], group: int, stop: int, now: float) -> list[ProducerAction]:
-        """Write the first ``stop`` layers of a group, which the current step has computed."""
         actions: list[ProducerAction] = []
         for request_id in request_ids:
             transfer = self._by_request.get(request_id)
@@ -196,8 +195,8 @@ class Producer(Production):
         return actions
 
     def discard(self, transfer_id: str, now: float) -> list[ProducerAction]:
-        """Abort a transfer whose KV no engine will fetch. Its prefill request may have arrived, or
-        may within lease_s; vLLM still computes it, and ``Sent`` follows when no write is in flight.
+        """No engine will fetch the KV. vLLM still computes the request, which may arrive within
+        lease_s.
         """
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
@@ -254,7 +253,6 @@ class Producer(Production):
     # Events of the transport and the clock.
 
     def write_done(self, write_id: int, now: float) -> list[ProducerAction]:
-        """All bytes of the write are in the consumer's memory."""
         transfer, delivery = self._writes.pop(write_id)
         delivery.written_bytes += delivery.in_flight.pop(write_id)
         delivery.moved_at = now

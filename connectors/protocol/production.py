@@ -71,7 +71,7 @@ class Production:
         return {peer.incarnation for peer in (*self._heard_at, *self._failed)}
 
     def peer_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
-        """Remove a dead or evicted consumer worker: abort its deliveries after their writes."""
+        """A consumer worker is dead or evicted: abort its deliveries after their writes."""
         if self._consumers.pop(peer, None) is not None:
             self._lost[peer] = None
         actions: list[ProducerAction] = []
@@ -82,9 +82,7 @@ class Production:
         return actions
 
     def _claimed(self, peer: Peer, message: AwaitStart | Offer, now: float) -> tuple[Transfer, Delivery] | str:
-        """Return the transfer and delivery that a message may change, or a reason for an Aborted;
-        an empty one: no answer. May create both, and record the message's number.
-        """
+        """Return what a message may change, or a reason for an Aborted; an empty one: no answer."""
         if self._being_written(peer, message.transfer_id) or self._too_early(peer, message.transfer_id):
             return ""
         if message.number <= self._overtaken.get(peer, -1):
@@ -191,7 +189,6 @@ class Production:
         return actions
 
     def _serve(self, transfer: Transfer, delivery: Delivery, now: float) -> list[Write]:
-        """Return the delivery's next write, if there is one; set ``ending`` if it is complete."""
         offer = delivery.offer
         if delivery.ending is not None or offer is None or transfer.request_id is None:
             return []
@@ -242,9 +239,7 @@ class Production:
         return self._last_write_id
 
     def _end(self, transfer: Transfer, delivery: Delivery, reason: str, now: float) -> list[ProducerAction]:
-        """Give up a delivery: it closes with ``reason`` when its writes have ended, unless it has
-        an end.
-        """
+        """The delivery closes with ``reason``, or its earlier end, when its writes have ended."""
         if delivery.closed:
             return []
         if delivery.ending is None:

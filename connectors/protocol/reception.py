@@ -48,9 +48,7 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """Requests without blocks, by transfer id. A wait ends with ``Due``, unless it is removed
-    first.
-    """
+    """Requests without blocks, by transfer id. A wait ends with ``Due``, or by removal."""
 
     def __init__(self, engines: ProducerEngines, limits: TransferLimits) -> None:
         self._engines = engines

@@ -60,7 +60,7 @@ class DeviceCopies:
         self._last: tuple[Any, ...] = ()
 
     def attach(self, staging: AttachedStaging) -> None:
-        """Register staging memory with the device. Raises StoreError."""
+        """Raises StoreError."""
         self._host = torch.frombuffer(staging.view(0, staging.size_bytes), dtype=torch.uint8)
         if self._device.type == "cuda":
             status = int(torch.cuda.cudart().cudaHostRegister(staging.address, staging.size_bytes, 0))

@@ -99,7 +99,6 @@ class KVStore:
         self._release(offset)
 
     def promote(self, name: ObjectName, offset: int, size: int, tier: int) -> None:
-        """Write a verified object to all tiers faster than number ``tier``, if there is room."""
         for faster in self.tiers[:tier]:
             if self._may_store(size):
                 self._write(faster, name, offset, size)

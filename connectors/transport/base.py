@@ -30,9 +30,7 @@ class Transport(Protocol):
     def register(self, regions: Sequence[Region]) -> None:
         """Register memory for reads by this agent and writes by peers. Raises TransportError."""
 
-    def metadata(self) -> bytes:
-        """Return what a peer needs to reach this agent and its registered memory."""
-        ...
+    def metadata(self) -> bytes: ...
 
     def add_peer(self, metadata: bytes, name: str | None = None) -> str:
         """Add a peer and return its name.
@@ -44,10 +42,10 @@ class Transport(Protocol):
         ...
 
     def reconnect(self, peer: str) -> None:
-        """Reopen the connection. Raises TransportError, also while a write is in flight."""
+        """Raises TransportError, also while a write is in flight."""
 
     def remove_peer(self, peer: str) -> None:
-        """Remove a peer, if it has been added. No write or message to it may be in flight."""
+        """No write or message to the peer may be in flight."""
 
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> WriteHandle:
         """Start to copy ``runs`` (at least one) to the peer's registered memory; return a handle.

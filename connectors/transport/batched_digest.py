@@ -152,7 +152,7 @@ class Table:
 
 
 class BatchedDigest(TransferDigest):
-    """Digest of one transfer. ``running`` of its launches have not been collected."""
+    """``running`` of its launches have not been collected."""
 
     def __init__(self, groups: tuple[GroupStreams, ...], num_blocks: int, table: Table) -> None:
         super().__init__(groups, num_blocks, xxhash.xxh3_128)

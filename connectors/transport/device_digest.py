@@ -173,9 +173,7 @@ class DeviceMemory:
 
 
 class DeviceStream:
-    """Sums of a stream's segments stay on the device until ``digest``. ``feed`` returns before the
-    device has read the bytes.
-    """
+    """Sums stay on the device, which may read the bytes after ``feed`` has returned."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory

@@ -126,7 +126,7 @@ class NixlTransport:
             return self.post(peer, self.prepare(peer, runs, source, target))
 
     def prepare(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> nixl_xfer_handle:
-        """Prepare a write for ``post`` or ``discard``; raises as ``write``."""
+        """Raises as ``write``."""
         agent = self._live()
         try:
             local = agent.get_xfer_descs(_descriptors(runs.src, runs.length, source.device), source.memory)
@@ -204,7 +204,6 @@ class NixlTransport:
         return self._agent
 
     def discard(self, xfer: nixl_xfer_handle) -> None:
-        """Release a write in any state: not posted, unfinished, ended or failed."""
         # Releasing an unfinished write starts its abort and raises; NIXL then releases it itself.
         with contextlib.suppress(Exception):
             xfer.release()

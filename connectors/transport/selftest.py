@@ -131,7 +131,7 @@ def _tell(process: subprocess.Popen[bytes], what: dict[str, Any]) -> None:
 
 
 def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any]:
-    """Return the next JSON line of a process. Raises _Failed for an error, or if it sends none."""
+    """Raises _Failed for an error, or if the process sends no line."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], timeout_s)
     line = process.stdout.readline() if ready else b""

@@ -80,7 +80,6 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
 
 
 def with_port_of_rank(config: ConnectorConfig, data_parallel_rank: int) -> ConnectorConfig:
-    """Return ``config`` with the side channel port of a data-parallel rank; 0 stays 0."""
     if not config.side_channel_port:
         return config
     port = config.side_channel_port + data_parallel_rank

@@ -175,9 +175,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False without transfers: KV that is not stored only causes a miss. With True, vLLM would
-        discard the outputs in flight of each request that it preempts, and compute them again.
-        """
+        """False without transfers: lost KV is a miss, but True discards outputs of preemptions."""
         return self.transfers and super().requires_kv_delivery
 
     @classmethod
@@ -191,9 +189,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self.scheduler.blocks.bind(kv_cache_manager)
 
     def has_pending_push_work(self) -> bool:
-        """Return whether vLLM must keep stepping an idle engine: workers report the ends of
-        quarantine and of the store's copies with a step's output.
-        """
+        """Whether an idle engine must step: workers report ends of quarantine and copies then."""
         store = self._store_scheduler
         return bool(self.scheduler.quarantine) or (store is not None and store.copying)
 
@@ -359,9 +355,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             self._store_worker.begin_step()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Copy stored KV into blocks, before the forward pass of the requests that need it.
-        Transfers are asynchronous: ``wait_for_save`` starts them.
-        """
+        """Copy stored KV into blocks. Transfers are asynchronous: ``wait_for_save`` starts them."""
         orders = self._orders()
         if self._store_worker is not None and orders.store is not None:
             broken = self._store_worker.load(orders.store)
@@ -390,9 +384,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self._spoiled.end_step()
 
     def spoil(self) -> None:
-        """Neither send nor store KV of this step and of steps already scheduled: a child's load in
-        TandemMultiConnector has failed.
-        """
+        """Neither send nor store KV of this step and scheduled ones: another child's load failed."""
         self._spoiled.load_failed()
         if self._store_worker is not None:
             self._store_worker.spoil()

@@ -205,8 +205,6 @@ class TandemStats(KVConnectorStats):
 
 
 class RankTally:
-    """One rank's statistics between two calls of ``take``."""
-
     def __init__(self, rank: int) -> None:
         self._rank = str(rank)
         self._stats = TandemStats()
@@ -232,7 +230,7 @@ class RankTally:
         self._stats.arrived(request_id, self._asked_at.pop(request_id, now), now, failed)
 
     def take(self, counts: Mapping[str, int]) -> TandemStats | None:
-        """Return the changes since the last call, with all ``counts`` if any has changed."""
+        """Return the changes, with all ``counts`` if any has changed."""
         now = {key: number for key, number in counts.items() if key in _COUNTED}
         if now != self._counts:
             self._counts = self._stats.data["ranks"][self._rank] = now

@@ -42,9 +42,7 @@ prepare_process()
 
 @dataclass(frozen=True, slots=True)
 class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """Handshake metadata of all children on one worker, in configured order. vLLM's MultiConnector
-    keeps that of one child only, the first that has any, and passes it to all.
-    """
+    """Metadata of each child, in order; vLLM's MultiConnector passes the first one to all."""
 
     children: tuple[KVConnectorHandshakeMetadata | None, ...]
 

@@ -36,9 +36,7 @@ def register() -> None:
 
 
 def prepare_process() -> None:
-    """Prepare a process that uses a connector, whose module calls this when it is imported.
-    Repeated calls have no effect.
-    """
+    """Prepare a process that uses a connector, at its module's import. Idempotent."""
     register()
     log_with_vllm()
     raise_limit()

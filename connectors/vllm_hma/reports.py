@@ -12,9 +12,7 @@ from connectors.vllm_hma.kv_store.orders import StoreReport
 
 
 class Kept(NamedTuple):
-    """Identity of one stay of a request's blocks in quarantine. Neither id suffices: meanwhile,
-    another request may have the same request id or transfer id.
-    """
+    """One stay of blocks in quarantine: meanwhile, another request may reuse either id."""
 
     request_id: str
     transfer_id: str

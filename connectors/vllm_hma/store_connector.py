@@ -15,8 +15,6 @@ from connectors.vllm_hma.connector import TandemConnector
 
 
 class TandemStoreConnector(TandemConnector):
-    """TandemConnector without transfers, NIXL agent and side channel: stores KV of requests in
-    chunks, and loads stored chunks instead of computing them.
-    """
+    """TandemConnector without transfers, NIXL agent and side channel."""
 
     transfers = False

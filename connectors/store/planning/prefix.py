@@ -71,9 +71,7 @@ def _needed_ends(group: GroupSpans, start_token: int, end_token: int) -> Iterato
 
 
 def resume_points(plan: StorePlan, start_token: int, limit_token: int) -> Iterator[int]:
-    """Yield the tokens in ``(start_token, limit_token]`` at which a request could resume, the
-    largest first: the ends of chunks and, unless ``only_chunk_ends``, of all groups' spans.
-    """
+    """The largest first: ends of chunks and, unless ``only_chunk_ends``, of all groups' spans."""
     chunk = plan.chunk_tokens
     points = set(range((start_token // chunk + 1) * chunk, limit_token + 1, chunk))
     if not plan.only_chunk_ends:

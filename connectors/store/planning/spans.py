@@ -80,7 +80,6 @@ class StorePlan:
 
     @cached_property
     def only_chunk_ends(self) -> bool:
-        """True if a group keeps states, or fewer tokens than its span."""
         return any(group.is_state or group.kept_tokens < group.span_tokens for group in self.groups)
 
 

@@ -19,7 +19,7 @@ hanging. A piece fits into the CPU's L2 cache, where its digest is computed."""
 
 
 class Files:
-    """File operations, one file per call. Methods raise OSError."""
+    """One file per call. Methods raise OSError."""
 
     def head(self, folder: OpenFolder, name: str) -> tuple[bytes, os.stat_result]:
         with _opened(folder, name) as (fd, state):

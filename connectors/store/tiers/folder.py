@@ -157,7 +157,7 @@ class FolderTier:
         self._touch(name, state)
 
     def write(self, name: ObjectName, payload: memoryview, deadline: float) -> bool:
-        """Store an object; return False if it exists. Raises StoreError, also at ``deadline``."""
+        """Return False if the object exists. Raises StoreError, also at ``deadline``."""
         try:
             state = self._state(name.path)
             if state is None:

@@ -46,9 +46,7 @@ class OpenFolder:
         return found
 
     def file(self, name: str, create: bool = False) -> int:
-        """Raises OSError also for a link, or a file with another name: the store could overwrite
-        it.
-        """
+        """Raises OSError also for a link, or a file with another name."""
         try:
             fd = self.open(name, os.O_RDWR | os.O_CREAT if create else os.O_RDWR)
         except OSError as error:

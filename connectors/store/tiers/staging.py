@@ -125,7 +125,7 @@ def _identity(descriptor: int) -> tuple[str, int, int]:
 
 
 class AttachedStaging:
-    """A worker's mapping of its engine's staging memory, at ``address``. Raises StoreError."""
+    """A worker's mapping of its engine's staging memory. Raises StoreError."""
 
     def __init__(self, location: StagingLocation) -> None:
         try:

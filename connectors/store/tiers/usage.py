@@ -30,7 +30,6 @@ BLOCK_BYTES = 4096
 
 
 def allocated(size_bytes: int) -> int:
-    """Return the bytes that a file of this size takes from the budget."""
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -69,7 +68,7 @@ class Usage:
 
     @contextlib.contextmanager
     def held(self, deadline: float) -> Iterator[OpenFolder]:
-        """Hold the lock without counting; yield the folder. Raises as ``locked``."""
+        """Hold the lock without counting. Raises as ``locked``."""
         if not self._thread_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise StoreError(f"{self._path}: another thread of this process holds the store's lock")
         try:

@@ -50,9 +50,7 @@ class MessageSender:
             self._processes[name] = process
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Send a message, if need be over a new connection. It may be lost without an error. Raises
-        TransportError if the second attempt or ``reconnect`` fails.
-        """
+        """May lose the message silently. Raises TransportError if the second attempt fails."""
         name, frame = agent_name(peer), encode(Envelope(self._me, peer, message), self._key)
         try:
             self._transport.notify(name, frame)

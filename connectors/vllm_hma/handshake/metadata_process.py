@@ -34,9 +34,7 @@ _NICE = 5
 
 
 class MetadataProcess:
-    """Raises ConfigurationError if the process does not report a port, and OSError if it cannot be
-    created.
-    """
+    """Raises ConfigurationError if the process reports no port, and OSError."""
 
     def __init__(self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"") -> None:
         self._host = host
@@ -89,7 +87,7 @@ class MetadataProcess:
                     logger.exception("Tandem: the side channel process could not be started; trying again")
 
     def close(self) -> None:
-        """Close the process's input, which ends it; kill it after _END_S seconds. Idempotent."""
+        """Idempotent."""
         self._closing.set()
         if self._lock.locked():
             self._process.kill()  # it is being started again; the start must not delay this call

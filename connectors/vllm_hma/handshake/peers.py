@@ -45,8 +45,8 @@ class PeerTable:
         return len(self._spoke)
 
     def admit(self, peer: Peer) -> Peer | None:
-        """Add a peer whose handshake begins, or record its use; return the evicted peer, if any.
-        Raises HandshakeError if the table is full and all its peers are busy.
+        """Return the evicted peer, if any. Raises HandshakeError if all peers of a full table are
+        busy.
         """
         leaving, spoke = None, self._spoke.pop(peer, None)
         if spoke is None and len(self) >= self._most:
@@ -59,7 +59,6 @@ class PeerTable:
         return leaving
 
     def spoke(self, peer: Peer) -> None:
-        """A peer has sent a message of a transfer. No effect if it has no entry."""
         if self._spoke.pop(peer, None) is not None:
             self._spoke[peer] = True
 
@@ -93,9 +92,7 @@ class Peers:
 
     @contextmanager
     def handshaking(self, peer: Peer) -> Iterator[None]:
-        """Add a peer, and keep it and its connection, also if a state machine removes it meanwhile.
-        Raises HandshakeError if all peers are busy.
-        """
+        """Keep a peer, also if a machine removes it. Raises HandshakeError if all are busy."""
         with self._lock:
             evicted = self._table.admit(peer)
             if evicted is not None:

@@ -175,8 +175,6 @@ class MetadataServer:
 
 
 class _Streams:
-    """``abort`` closes the connection in any state."""
-
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._transport: asyncio.BaseTransport | None = None
@@ -205,7 +203,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 async def _peek(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> bytes:
-    """Return the first byte without consuming it; empty if the peer has closed."""
     ready = asyncio.Event()
     loop.add_reader(connection, ready.set)
     try:
@@ -248,9 +245,7 @@ def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, ide
 
 
 def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: float, identity: bytes = b"") -> Liveness:
-    """Request the state of a process from an engine. Blocks and raises as ``fetch_metadata``.
-    UNKNOWN, without a request, if ``process`` is NO_PROCESS or malformed.
-    """
+    """Blocks and raises as ``fetch_metadata``. UNKNOWN, without a request, without a process."""
     request = b"tandem/%d process %s %d %d\n" % (
         PROTOCOL_VERSION,
         process.host.encode(),
@@ -267,8 +262,8 @@ def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: floa
 
 
 def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> bytes:
-    """Retry broken connections until the deadline: an overloaded engine closes connections. A
-    refused one is not retried: no engine listens there.
+    """Retry broken connections: an overloaded engine closes them. No engine listens at a refused
+    one.
     """
     where = f"the prefill engine at {host}:{port}"
     tls = tls_context(identity, server=False) if identity else None
@@ -301,9 +296,7 @@ def _tls_failure(error: ssl.SSLError, where: str) -> HandshakeError:
 
 
 class _Attempt:
-    """One attempt, until ``give_up_at`` in ``time.monotonic()`` seconds. Not asyncio, which closes
-    a connection without the TLS alert that tells the server why.
-    """
+    """Not asyncio, which closes a connection without the TLS alert that tells the server why."""
 
     def __init__(self, where: str, request: bytes, give_up_at: float) -> None:
         self._where = where

@@ -67,8 +67,8 @@ def check_sizes(sizes: Collection[int], settings: StoreSettings) -> None:
 
 
 def describe_store(store: KVStore) -> dict[str, Any] | None:
-    """Return the fields of an ``EngineStore`` (``actors/policy/prefixes.py``); None without an id.
-    The slowest tier identifies the store: it is the largest, and outlives the others.
+    """``EngineStore`` (``actors/policy/prefixes.py``) of the slowest tier, which outlives the
+    others.
     """
     slowest, plan = store.tiers[-1].folder, store.plan
     try:

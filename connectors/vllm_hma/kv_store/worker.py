@@ -190,9 +190,7 @@ class StoreWorker:
         return found
 
     def report(self) -> StoreReport | None:
-        """Return the results of ended copies, and changed adapters, since the last call. Raises
-        StoreError, which ends the engine, if the device hangs.
-        """
+        """Raises StoreError, which ends the engine, if the device hangs."""
         report, self._report = self._report, StoreReport()
         if self._step.report:
             # Until the mark, copies may also use the slots of loads and stores that have failed.

@@ -169,9 +169,7 @@ _LOADS = AdapterLoads()
 
 
 def adapter_loads() -> AdapterLoads:
-    """Return the record of adapter loads of this process, which begins with the first call: call it
-    before vLLM's worker loads an adapter.
-    """
+    """The record begins with the first call: call it before vLLM's worker loads an adapter."""
     watch_adapter_loads(_LOADS.reading)
     return _LOADS
 

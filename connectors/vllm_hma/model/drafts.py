@@ -48,7 +48,7 @@ def check_store(config: VllmConfig) -> None:
 
 
 def drafting(config: VllmConfig) -> SpeculativeConfig | None:
-    """Return vLLM's speculative configuration if its drafts have KV in the cache; else None."""
+    """None if the drafts have no KV in the cache."""
     speculative = config.speculative_config
     return speculative if speculative is not None and speculative.uses_draft_kv_cache() else None
 
@@ -59,9 +59,7 @@ def reads_next_token(config: VllmConfig) -> bool:
 
 
 def draft_identity(config: VllmConfig, unchanged_since_s: float = math.inf) -> str:
-    """Return a digest of method and draft model, without the number of speculated tokens, which may
-    differ; empty without KV of drafts. Raises as ``weights_identity``.
-    """
+    """Without the number of speculated tokens, which may differ; empty without KV of drafts."""
     speculative = drafting(config)
     if speculative is None:
         return ""

@@ -52,9 +52,7 @@ def image_processing(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def processor_files(model: str) -> dict[str, str]:
-    """Return digests of the files with settings of a local model's Hugging Face processor. Raises
-    OSError if one cannot be read.
-    """
+    """Digests of a local model's files with settings of its processor. Raises OSError."""
     paths = [Path(model) / name for name in _PROCESSOR_FILES]
     return {path.name: digest_file(path) for path in paths if path.is_file()}
 

@@ -57,9 +57,7 @@ class _Section:
 def state_parts(
     config: VllmConfig, layer: str, spec: MambaSpec, view: torch.Tensor, num_blocks: int
 ) -> list[LayerPages]:
-    """``view`` has shape (blocks, 1, 1, bytes). Raises UnsupportedCacheError if it does not match
-    the spec.
-    """
+    """``view`` has shape (blocks, 1, 1, bytes). Raises UnsupportedCacheError."""
     blocks, heads, states, content = view.shape
     held = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
     if (blocks, heads, states, view.element_size()) != (num_blocks, 1, 1, 1) or content < held:
@@ -89,9 +87,7 @@ class _Page:
         return self.part(_Section(name, 1, total, size_bytes), offset, size_bytes, 1, size_bytes)
 
     def part(self, section: _Section, offset: int, unit_stride: int, rows: int, row_stride: int) -> LayerPages:
-        """Each unit of ``section`` is ``rows`` rows. All sizes, ``section.width`` of a row
-        included, are in bytes.
-        """
+        """Each unit of ``section`` is ``rows`` rows. All sizes are in bytes."""
         return LayerPages(
             layer=self.layer,
             address=self.address + offset,

@@ -85,9 +85,7 @@ def begin_digests(path: Path) -> list[threading.Thread]:
 
 
 def _check_unchanged(file: Path, since_s: float) -> None:
-    """A time in the future comes from a file server whose clock is ahead. It cannot be compared
-    with this host's times, so the check passes.
-    """
+    """A time in the future is of a file server whose clock is ahead, and passes."""
     changed_s = file.stat().st_ctime
     if since_s + _TOLERANCE_S < changed_s <= time.time():
         raise ConfigurationError(

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 class Blocks:
-    """``lookahead_tokens``  slots that vLLM allocates after a request's tokens for speculative
-    decoding
-    """
+    """``lookahead_tokens``: slots that vLLM allocates after a request's tokens for drafts."""
 
     def __init__(self, lookahead_tokens: int) -> None:
         self._lookahead_tokens = lookahead_tokens
@@ -43,9 +41,7 @@ class Blocks:
             self._bound.block_pool.free_blocks(blocks)
 
     def free(self, request: Request) -> None:
-        """Drop vLLM's references. Until the request has blocks again, a further call, also one by
-        vLLM, has no effect.
-        """
+        """Drop vLLM's references. Further calls have no effect until the request has blocks again."""
         self._bound.free(request)
 
     def zero_edges(self, request_id: str, start_token: int) -> None:
@@ -67,7 +63,6 @@ class Blocks:
                 manager.new_block_ids += dict.fromkeys((*new[:1], *new[-1:]))
 
     def held(self, without: Set[str]) -> set[int]:
-        """Return the ids of all blocks of requests ``without`` these."""
         managers = self._bound.coordinator.single_type_managers
         request_ids = {each for manager in managers for each in manager.req_to_blocks} - without
         tables = (table for each in request_ids for table in self._bound.get_blocks(each).blocks)

@@ -91,9 +91,7 @@ class Consumptions:
         return _end_token(request, self._consumptions[request.request_id])
 
     def due(self, reported: Iterable[Due]) -> None:
-        """Let vLLM allocate the blocks of queued requests whose waits have ended. If rank 0 has
-        cancelled the transfer, a Release makes the other ranks cancel it.
-        """
+        """A Release makes the other ranks cancel a transfer that rank 0 has cancelled."""
         for due in reported:
             params = self._consumptions.get(due.request_id)
             # A later request may have the same id.

@@ -45,7 +45,7 @@ class FailedLoads:
         self._delayed[request.request_id] = request, self._blocks.to_compute(request)
 
     def left(self, request_id: str) -> None:
-        """The request has ended: if delayed, the next ``take_fitting`` returns it."""
+        """Let the next ``take_fitting`` return an ended request."""
         if request_id in self._delayed:
             self._delayed[request_id] = self._delayed[request_id][0], 0
 

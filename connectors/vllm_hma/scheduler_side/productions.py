@@ -155,9 +155,7 @@ class Productions:
         return None
 
     def finished(self, request: Request) -> tuple[str, int] | None:
-        """Return (transfer id, number of prompt tokens whose KV is sent) of an ended request, whose
-        blocks then stay allocated until ``sent``. None if it has ended before this KV was complete.
-        """
+        """Return (transfer id, tokens whose KV is sent); None if this KV is incomplete."""
         request_id = request.request_id
         self._tokens_left.pop(request_id, None)
         production = self._productions[request_id]
@@ -249,9 +247,7 @@ class Productions:
 
 
 def first_token_multiple(groups: Sequence[Group]) -> int:
-    """Return the granularity, in tokens, of the KV sent by a producer that samples first tokens; 0
-    if a group holds states: it cannot.
-    """
+    """Granularity, in tokens, of the KV sent with ``first_token``; 0 if a group holds states."""
     if any(group.kind is GroupKind.STATE for group in groups):
         return 0
     return math.lcm(*(group.block_tokens for group in groups))

@@ -111,9 +111,7 @@ class SchedulerConnector:
     # Requests.
 
     def new_request(self, request: Request) -> None:
-        """The request may carry a transfer, a discard or a report of lost engines. Invalid
-        kv_transfer_params do not fail it: this engine computes its prompt.
-        """
+        """Invalid kv_transfer_params do not fail the request: this engine computes its prompt."""
         try:
             params = parse_params(request.kv_transfer_params)
         except WireError as error:
@@ -147,9 +145,7 @@ class SchedulerConnector:
             )
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether the request's blocks stay allocated until ``finished_sending``, and the
-        kv_transfer_params of the response, if any.
-        """
+        """Return whether the blocks are held until ``finished_sending``, and kv_transfer_params."""
         self.consumptions.finished(request.request_id)
         if request.request_id not in self.productions:
             return False, self._describe(request)

@@ -11,7 +11,7 @@ REMEMBERED_TRANSFERS = 4096
 
 
 class SharedTransfers:
-    """Receiving request of each transfer, and the request for which each follower waits."""
+    """The receiving request of each transfer, and for which one each follower waits."""
 
     def __init__(self) -> None:
         # By transfer id, of the latest REMEMBERED_TRANSFERS ids. Ended transfers stay, because a

@@ -24,9 +24,7 @@ def is_digest(name: str) -> bool:
 
 
 def mark_names_of_clients() -> None:
-    """Put a prefix before hashes of clients' names, in this process: one that parses requests.
-    Repeated calls do nothing.
-    """
+    """Prefix hashes of clients' names, in a process that parses requests. Idempotent."""
 
     def hash_kwargs(algorithm: MMHasherAlgorithm, /, **kwargs: object) -> str:
         name = _HASH(algorithm, **kwargs)

@@ -35,9 +35,7 @@ def hide_last_tokens(request: Request, tokens: int) -> None:
 
 
 def send_whole_prompt(new: NewRequestData) -> None:
-    """Give the V2 model runner the hidden tokens: vLLM fills its ``prefill_token_ids`` without
-    them.
-    """
+    """vLLM fills ``prefill_token_ids``, for its V2 model runner, without the hidden tokens."""
     if new.prefill_token_ids is not None and new.prompt_token_ids is not None:
         new.prefill_token_ids = list(new.prompt_token_ids)
 

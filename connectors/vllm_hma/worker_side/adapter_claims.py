@@ -26,9 +26,7 @@ class AdapterClaims:
         return len(self._claims)
 
     def expect(self, expect: Expect) -> Expect:
-        """Add the adapter's identity to the digest; remember the adapter until ``finished``, or
-        until ``take_outdated`` returns the request.
-        """
+        """Add the adapter's identity to the digest, and check it until ``finished``."""
         if expect.adapter is None:
             return expect
         identity = self._loads.identity(expect.adapter)

@@ -26,9 +26,7 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="tandem-progress", daemon=True)
 
     def start(self) -> None:
-        """Raises what ``on_start`` raises, and RuntimeError if no thread can start: an idle engine
-        would check no deadline.
-        """
+        """Raises what ``on_start`` raises, and RuntimeError: no thread would check deadlines."""
         self._thread.start()
         self._started.result()
 

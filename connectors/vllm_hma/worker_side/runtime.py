@@ -224,8 +224,8 @@ class WorkerRuntime:
         self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, time.monotonic()))
 
     def spoil(self, request_ids: Set[str], reason: str) -> None:
-        """Abort the deliveries of prompts of which this step computes wrong KV, before
-        ``layer_computed`` or ``after_forward`` hands it over.
+        """Abort deliveries of wrong KV, before ``layer_computed`` or ``after_forward`` hands it
+        over.
         """
         with self._lock:
             for request_id in request_ids:
@@ -284,9 +284,7 @@ class WorkerRuntime:
         return sent, set(received), {request_id for request_id, failure in received.items() if failure is not None}
 
     def report(self) -> WorkerReport | None:
-        """Return the changes since the last call. Call it after ``results`` of the same step: it
-        must include the quarantine of each request that ``results`` has returned.
-        """
+        """Call after ``results`` of the step: it must include their quarantine."""
         with self._lock:
             report = WorkerReport(self._quarantine, self._due)
             self._quarantine, self._due = QuarantineReport(), []
@@ -330,9 +328,7 @@ class WorkerRuntime:
         return _OPEN_S if busy else _IDLE_S
 
     def _try_round(self, now: float) -> None:
-        """Never raises: an exception would end the engine in a hook of vLLM, or the progress
-        thread. A part that fails does not prevent the others.
-        """
+        """Never raises: an exception would end the engine or the progress thread."""
         for name, part in self._round.items():
             try:
                 part(now)
@@ -376,9 +372,7 @@ class WorkerRuntime:
                     self._receive(receive, now)
 
     def frame_received(self, sender: str, frame: bytes, now: float) -> None:
-        """Drop and log a frame that is malformed, has a wrong tag, or names another sender or
-        receiver, and requests of a consumer that the producer does not know.
-        """
+        """Drop a frame that is malformed, has a wrong tag, sender or receiver, or is a stranger's."""
         try:
             envelope = decode(frame, self._key)
         except WireError as error:

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 
 class StepFence:
-    """Device events after which the KV of a layer or a step can be read. On a CPU, the forward pass
-    has completed when it returns.
-    """
+    """Device events after which KV can be read. A CPU's forward pass has completed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -132,7 +130,6 @@ class Steps:
             self._entries.append((event or self._fence.mark(), Zeroed(tuple(receives))))
 
     def take(self, ended: Callable[[Receive], bool]) -> list[Receive]:
-        """Remove and return the decode requests for which ``ended`` returns True."""
         taken: list[Receive] = []
         for position, (event, entry) in enumerate(self._entries):
             if isinstance(entry, Zeroed):

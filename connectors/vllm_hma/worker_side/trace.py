@@ -15,9 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trace:
-    """Writer of one rank's events; does nothing if ``path`` is empty. Ranks and engines may share
-    the file. Raises OSError if it cannot be opened.
-    """
+    """Does nothing if ``path`` is empty. Ranks and engines may share the file. Raises OSError."""
 
     def __init__(self, path: str, incarnation: str, rank: int) -> None:
         self._who = {"engine": incarnation, "rank": rank}

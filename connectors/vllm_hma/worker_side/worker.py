@@ -36,9 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerConnector:
-    """Worker side of one rank: its runtime, and vLLM's hooks that check LoRA adapters. Raises
-    UnsupportedCacheError. ``register`` starts the runtime.
-    """
+    """Worker side of one rank. Raises UnsupportedCacheError. ``register`` starts the runtime."""
 
     def __init__(
         self, config: ConnectorConfig, incarnation: str, vllm_config: VllmConfig, cache: KVCacheConfig

@@ -122,9 +122,7 @@ class Writes:
         return []
 
     def post_slice(self) -> bool:
-        """Post the next slice of the oldest write that has one, unless its delivery has ended;
-        return whether there was a write. Never raises: ``poll`` reports errors.
-        """
+        """Post the oldest write's next slice; return whether there was one. Never raises."""
         with self._lock:
             if not self._unposted:
                 return False
@@ -142,9 +140,7 @@ class Writes:
         return True
 
     def poll(self, now: float) -> list[ProducerAction]:
-        """Remove the writes that have ended. An exception of the transport ends a slice as failed:
-        the transport has dropped its handle.
-        """
+        """An exception of the transport ends a slice as failed: it has dropped the handle."""
         actions: list[ProducerAction] = []
         for write_id, opened in list(self._open.items()):
             try:
@@ -168,8 +164,8 @@ class Writes:
         return actions
 
     def _post(self, opened: OpenWrite) -> None:
-        """Post one slice. Of the errors of ``Transport.write``, only a TransportError that is no
-        FailedWriteError proves that nothing of the slice was posted.
+        """Only a TransportError that is no FailedWriteError proves that nothing of a slice is
+        posted.
         """
         write = opened.write
         if opened.slices is None:

@@ -45,9 +45,7 @@ _UNKNOWN = (Stripes(None, None), Stripes(None, None))
 
 
 def instruction_set(config: VllmConfig, block_tokens: int, head_size: int) -> str:
-    """Return vLLM's name, for example ``vec``. Raises NotImplementedError, as vLLM does, if the CPU
-    rules out the configured FP8 cache.
-    """
+    """Raises NotImplementedError, as vLLM does, if the CPU rules out the FP8 cache."""
     isa: str = _get_attn_isa(config.model_config.dtype, block_tokens, head_size, config.cache_config.cache_dtype)
     return isa
 
