@@ -384,7 +384,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self._spoiled.end_step()
 
     def spoil(self) -> None:
-        """Neither send nor store KV of this step and scheduled ones: another child's load failed."""
+        """Neither send nor store KV of this step and scheduled ones: a child's load has failed."""
         self._spoiled.load_failed()
         if self._store_worker is not None:
             self._store_worker.spoil()

@@ -5,16 +5,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 from connectors.protocol.params import EngineAddress
 from connectors.vllm_hma.kv_store.orders import StoreOrders
 from connectors.vllm_hma.model.adapters import Adapter
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +124,3 @@ class Orders(KVConnectorMetadata):
 @dataclass(frozen=True, slots=True)
 class EncodedAgentMetadata(KVConnectorHandshakeMetadata):
     agent_metadata: bytes
-
-
-def scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
-    """Return (request id, tokens computed before this step) of all requests of a step."""
-    cached = output.scheduled_cached_reqs
-    return [
-        *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),
-        *zip(cached.req_ids, cached.num_computed_tokens, strict=True),
-    ]

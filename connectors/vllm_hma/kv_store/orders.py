@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
@@ -11,6 +12,9 @@ from connectors.store.keys.names import ModelFingerprint
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.tiers.staging import StagingLocation
 from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 Tables = tuple[tuple[int, ...], ...]
 
@@ -109,3 +113,12 @@ class RankCache(KVConnectorHandshakeMetadata):
 
     layout: EngineLayout
     model: ModelFingerprint
+
+
+def scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
+    """Return (request id, tokens computed before this step) of all requests of a step."""
+    cached = output.scheduled_cached_reqs
+    return [
+        *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),
+        *zip(cached.req_ids, cached.num_computed_tokens, strict=True),
+    ]

@@ -24,12 +24,11 @@ from connectors.store.planning.prefix import ObjectRef, completed_objects, possi
 from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
 from connectors.vllm_hma.kv_store.opening import describe_store, open_store
-from connectors.vllm_hma.kv_store.orders import Load, RankCache, Store, StoreOrders, StoreReport, Tables
+from connectors.vllm_hma.kv_store.orders import Load, RankCache, Store, StoreOrders, StoreReport, Tables, scheduled
 from connectors.vllm_hma.kv_store.requests import StoreRequest, Transferred
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, adapter_of
 from connectors.vllm_hma.model.media import named_by_content
-from connectors.vllm_hma.orders import scheduled
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

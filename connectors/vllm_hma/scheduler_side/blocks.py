@@ -41,7 +41,7 @@ class Blocks:
             self._bound.block_pool.free_blocks(blocks)
 
     def free(self, request: Request) -> None:
-        """Drop vLLM's references. Further calls have no effect until the request has blocks again."""
+        """Drop vLLM's references. Further calls do nothing until the request has blocks again."""
         self._bound.free(request)
 
     def zero_edges(self, request_id: str, start_token: int) -> None:

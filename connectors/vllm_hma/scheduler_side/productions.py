@@ -24,8 +24,9 @@ from vllm.v1.request import RequestStatus
 from connectors.planning.blocks import first_needed_token
 from connectors.planning.layout import WINDOWED, Group, GroupKind
 from connectors.protocol.params import ProduceParams, whole_blocks
+from connectors.vllm_hma.kv_store.orders import scheduled
 from connectors.vllm_hma.model.adapters import adapter_of
-from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders, scheduled
+from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.scheduler_side.blocks import Blocks
 from connectors.vllm_hma.scheduler_side.outbox import Outbox
 from connectors.vllm_hma.scheduler_side.prompts import Prompts

@@ -372,7 +372,7 @@ class WorkerRuntime:
                     self._receive(receive, now)
 
     def frame_received(self, sender: str, frame: bytes, now: float) -> None:
-        """Drop a frame that is malformed, has a wrong tag, sender or receiver, or is a stranger's."""
+        """Drop a malformed frame, one with a wrong tag, sender or receiver, and a stranger's."""
         try:
             envelope = decode(frame, self._key)
         except WireError as error:
