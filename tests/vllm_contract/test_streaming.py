@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
-from connectors.planning.layout import Group, GroupKind, LayerPages
+from connectors.planning.layout import Group, GroupKind, LayerPages, MemoryKind
 from connectors.vllm_hma.orders import Chunk, Orders
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, LayersComputed, StepFence, Steps
-from tests.vllm_contract.workers import ARRIVED, EXPECT, NOTHING, Scripted, Worker, receive, results, until
+from tests.vllm_contract.workers import ARRIVED, EXPECT, NOTHING, SENT, Scripted, Worker, receive, results, until
 
 
 class SlowFence(StepFence):
@@ -85,11 +86,13 @@ def test_what_a_request_has_lost_is_dropped() -> None:
     ]
 
 
-def test_a_layer_arrives_while_the_step_goes_on(worker: Callable[..., Worker]) -> None:
+@pytest.mark.parametrize("streaming", ["layer", "auto"])
+def test_a_layer_arrives_while_the_step_goes_on(worker: Callable[..., Worker], streaming: str) -> None:
     """With ``streaming: layer``, all of a one-layer last chunk is sent before the step has ended;
     Fin follows it. Earlier chunks overlap with the next chunk; only the step's end sends them.
+    ``auto`` does so in host memory.
     """
-    producer, consumer = worker("p", streaming="layer", transport_class=Scripted), worker("c")
+    producer, consumer = worker("p", streaming=streaming, transport_class=Scripted), worker("c")
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[EXPECT])
     until(lambda: producer.runtime.counts()["live"] == 1 and consumer.runtime.counts()["offered"] == 1)
@@ -104,4 +107,21 @@ def test_a_layer_arrives_while_the_step_goes_on(worker: Callable[..., Worker]) -
         assert consumer.runtime.results() == NOTHING
         producer.runtime.after_forward(orders)
         until(lambda: consumer.cache[3, 0] == 2)
+    assert results(consumer) == ARRIVED
+
+
+@pytest.mark.parametrize(("streaming", "memory"), [("chunk", "DRAM"), ("auto", "VRAM")])
+def test_no_layer_leaves_before_the_step_has_ended(worker: Callable[..., Worker], streaming: str, memory: str) -> None:
+    producer = worker("p", streaming=streaming, memory_kind=MemoryKind(memory, 0), transport_class=Scripted)
+    consumer = worker("c", memory_kind=MemoryKind(memory, 0))
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[EXPECT])
+    until(lambda: producer.runtime.counts()["live"] == 1 and consumer.runtime.counts()["offered"] == 1)
+    orders = Orders(chunks=[Chunk("q", ((1, 2),), 7, True)])
+    producer.runtime.before_forward(orders)
+    producer.runtime.layer_computed("layer")
+    producer.runtime.results()
+    assert not producer.runtime.counts()["writes"]
+    producer.runtime.after_forward(orders)
+    producer.step(finished=[SENT])
     assert results(consumer) == ARRIVED
