@@ -42,10 +42,6 @@ def main(argv: list[str] | None = None) -> int:
         "--devices", default="", help="network devices for UCX, separated by commas; empty: UCX_NET_DEVICES, else all"
     )
     parser.add_argument("--timeout-s", type=float, default=30.0, help="limit of the transfer itself, in seconds")
-    parser.add_argument("--sender-env", type=json.loads, default={}, help="environment variables of the sender (JSON)")
-    parser.add_argument(
-        "--receiver-env", type=json.loads, default={}, help="environment variables of the receiver (JSON)"
-    )
     parser.add_argument(
         "--gpu",
         nargs="*",
@@ -64,8 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         pipe, sys.stdout = os.fdopen(os.dup(1), "w", buffering=1), sys.stderr
         os.dup2(2, 1)
         return _end(options.end, backends, devices, options.timeout_s, options.end in options.gpu, pipe)
-    environments = {"sender": options.sender_env, "receiver": options.receiver_env}
-    report = run(backends, devices, options.timeout_s, environments, options.show, options.gpu)
+    report = run(backends, devices, options.timeout_s, {"sender": {}, "receiver": {}}, options.show, options.gpu)
     print(json.dumps(report))
     return 1 if "error" in report else 0
 

@@ -40,7 +40,7 @@ from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_method, check_store, reads_next_token
-from connectors.vllm_hma.model.identity import model_identity, store_fingerprint
+from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.kv_cache_layout import requested_layout
 from connectors.vllm_hma.model.media import check_media, reads_whole_images
 from connectors.vllm_hma.model.translate import check_stored_states, engine_layout, group_shapes, only_states_can_lag
@@ -202,9 +202,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         encoded = {rank: each for rank, each in metadata.items() if isinstance(each, EncodedAgentMetadata)}
         engine = self.scheduler.publish(encoded)
         if self._store_scheduler is not None:
-            self._store_scheduler.publish(
-                [RankCache(worker.layout, store_fingerprint(worker.identity)) for worker in engine.workers]
-            )
+            self._store_scheduler.publish([RankCache(worker.layout, worker.identity) for worker in engine.workers])
             if self._store_scheduler.description is not None:
                 self.scheduler.described["store"] = self._store_scheduler.description
 
@@ -341,7 +339,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             return EncodedAgentMetadata(self._worker.agent_metadata)
         assert self._store_worker is not None
         identity = model_identity(self._vllm_config, stored=True, unchanged_since_s=process_start_s())
-        return self._store_worker.rank_cache(store_fingerprint(identity))
+        return self._store_worker.rank_cache(identity)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, Orders)

@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 
 from connectors.errors import PlanError
 from connectors.planning.layout import GroupKind
-from connectors.store.keys.names import Feature, ModelFingerprint, PrefixChain, namespace
+from connectors.protocol.agent_metadata import ModelIdentity
+from connectors.store.keys.names import Feature, PrefixChain, namespace
 from connectors.store.planning.layout import store_layout
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.planning.spans import plan_store
 from tests.planning.builders import Shape, make_rank, with_field
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = ModelFingerprint("weights", "torch.bfloat16", "bfloat16", "0.32.0")
+MODEL = ModelIdentity("weights", "torch.bfloat16", "bfloat16", "0.32.0")
 SPACE = bytes(range(16))
 GROUPS = ((GroupKind.SLIDING, 200, 2), (GroupKind.FULL, None, 2))
 SHAPE = Shape(kv_heads=4, style="head_major", rows=16, block_tokens=16, groups=GROUPS)
@@ -68,7 +69,7 @@ def test_namespaces_do_not_depend_on_the_tensor_parallel_size(tp_rank: int, tp_s
         assert space_of(replace(SHAPE, **changes), tp_rank, tp_size) == space_of(SHAPE)
 
 
-@pytest.mark.parametrize("field", ["weights", "dtype", "cache_dtype", "engine_version"])
+@pytest.mark.parametrize("field", ["model", "dtype", "cache_dtype", "engine_version"])
 def test_another_model_has_another_namespace(field: str) -> None:
     layout = make_rank(SHAPE, 0, 1).layout
     plan = plan_store(layout.groups, 256, 4096)

@@ -11,7 +11,8 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from connectors.planning.layout import GroupKind
-from connectors.store.keys.names import ModelFingerprint, PrefixChain
+from connectors.protocol.agent_metadata import ModelIdentity
+from connectors.store.keys.names import PrefixChain
 from connectors.store.planning.prefix import ObjectRef, completed_objects
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.objects import ObjectName
@@ -26,7 +27,7 @@ END = len(PROMPT) - 1
 GROUPS = ((GroupKind.FULL, None, 1), (GroupKind.SLIDING, 16, 1))
 SHAPE = Shape(2, "head_major", 8, 8, 40, 0, True, GROUPS, 8)
 RANK = make_engine(SHAPE, 1)[0]
-CACHE = RankCache(RANK.layout, ModelFingerprint("weights", "float32", "float32", "test"))
+CACHE = RankCache(RANK.layout, ModelIdentity("weights", "float32", "float32", "test"))
 FULL = [ObjectRef(end, 0) for end in (16, 32, 48, 64)]
 
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
 from connectors.errors import PlanError
 from connectors.planning.layout import EngineLayout
+from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.planning.spans import StorePlan
 
@@ -34,20 +35,6 @@ _MARK = np.array([-1], "<i8").tobytes()
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFingerprint:
-    """Properties of model and engine that must be equal for two engines to share objects.
-
-    ``weights``  digest of the weights' identity (``weights_identity`` in
-                 ``vllm_hma/model/identity.py``) and of the configuration
-    """
-
-    weights: str
-    dtype: str
-    cache_dtype: str
-    engine_version: str
-
-
-@dataclass(frozen=True, slots=True)
 class Feature:
     """A multimodal input: vLLM's name of the content, and the index of its first token."""
 
@@ -55,7 +42,7 @@ class Feature:
     offset: int
 
 
-def namespace(model: ModelFingerprint, plan: StorePlan, store: EngineLayout) -> bytes:
+def namespace(model: ModelIdentity, plan: StorePlan, store: EngineLayout) -> bytes:
     """Return the namespace of a model's objects; ``store`` is the result of ``store_layout``."""
     groups = [
         {
@@ -78,7 +65,10 @@ def namespace(model: ModelFingerprint, plan: StorePlan, store: EngineLayout) -> 
         }
         for spans, group in zip(plan.stored, store.groups, strict=True)
     ]
-    described = {"format": FORMAT, "model": asdict(model), "chunk": plan.chunk_tokens, "groups": groups}
+    # Without KV of drafts, which the store does not keep.
+    identity = {name: getattr(model, name) for name in ("dtype", "cache_dtype", "engine_version")}
+    identity["weights"] = model.model
+    described = {"format": FORMAT, "model": identity, "chunk": plan.chunk_tokens, "groups": groups}
     text = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=NAMESPACE_BYTES, person=b"tandem-store").digest()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from connectors.planning.layout import EngineLayout
-from connectors.store.keys.names import ModelFingerprint
+from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.tiers.staging import StagingLocation
 from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter
@@ -112,7 +112,7 @@ class RankCache(KVConnectorHandshakeMetadata):
     """Sent when the engine starts."""
 
     layout: EngineLayout
-    model: ModelFingerprint
+    model: ModelIdentity
 
 
 def scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:

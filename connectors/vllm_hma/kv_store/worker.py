@@ -18,9 +18,9 @@ from connectors.errors import PlanError, StoreError
 from connectors.planning.blocks import NULL_BLOCK
 from connectors.planning.descriptors import build_runs
 from connectors.planning.layout import EngineLayout
+from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.store.copying import HostCopies
 from connectors.store.device_copies import DeviceCopies
-from connectors.store.keys.names import ModelFingerprint
 from connectors.store.planning.layout import RankPlans, plan_rank
 from connectors.store.planning.moves import load_moves, store_moves
 from connectors.store.planning.prefix import ObjectRef
@@ -101,7 +101,7 @@ class StoreWorker:
         plan = plan_store(layout.groups, self._settings.chunk_tokens, self._max_model_len)
         self._layout, self._planned = layout, (plan, plan_rank(plan, layout))
 
-    def rank_cache(self, model: ModelFingerprint) -> RankCache:
+    def rank_cache(self, model: ModelIdentity) -> RankCache:
         assert self._layout is not None, "vLLM registers the cache before it reads the metadata"
         return RankCache(self._layout, model)
 

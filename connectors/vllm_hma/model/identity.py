@@ -17,7 +17,6 @@ from vllm.transformers_utils.config import iter_rope_parameters
 
 from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import ModelIdentity
-from connectors.store.keys.names import ModelFingerprint
 from connectors.vllm_hma.model.media import image_processing
 from connectors.vllm_hma.model.weights import digest_weights
 
@@ -60,11 +59,6 @@ def model_identity(
         engine_version=vllm.__version__,
         draft=draft,
     )
-
-
-def store_fingerprint(identity: ModelIdentity) -> ModelFingerprint:
-    """The model's part of the store's namespace. The store keeps no KV of drafts."""
-    return ModelFingerprint(identity.model, identity.dtype, identity.cache_dtype, identity.engine_version)
 
 
 def _uses_long_rope(model: ModelConfig) -> bool:

@@ -39,7 +39,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connectors.planning.layout import GroupKind
-from connectors.store.keys.names import ModelFingerprint
+from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.store.settings import parse_settings
 from connectors.vllm_hma.kv_store.orders import StoreOrders
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
@@ -56,7 +56,7 @@ IMAGE_TOKEN, IMAGE_AT, IMAGE_TOKENS = 8, 25, 12
 """Images lie across the end of a chunk."""
 
 ENDS_WITHIN_STEPS = 3000
-MODEL = ModelFingerprint("weights", "float32", "float32", "test")
+MODEL = ModelIdentity("weights", "float32", "float32", "test")
 HEADS = 4
 
 Kind = tuple[int, int, bool, bool, int, bool]
