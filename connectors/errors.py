@@ -31,8 +31,7 @@ class CoverError(PlanError):
 
 
 class IncompatiblePeerError(TandemError):
-    """Two engines cannot exchange KV. The message names them by their roles: it is valid in both
-    logs.
+    """Two engines cannot exchange KV. The message, valid in the logs of both, names their roles.
 
     ``ours``    value of the decode engine (the consumer)
     ``theirs``  value of the prefill engine (the producer)

@@ -1,6 +1,4 @@
-"""Actions that the state machines return; the owner (``vllm_hma/worker_side/runtime.py``) carries
-them out in order.
-"""
+"""Actions of the state machines, which ``vllm_hma/worker_side/runtime.py`` carries out in order."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ class Digest(Protocol):
         ...
 
     def hexdigest(self) -> str:
-        """Return the digest of all bytes added so far: 32 hex digits."""
+        """Return the digest of all bytes so far, once the device has read them: 32 hex digits."""
         ...
 
 
@@ -70,9 +68,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """This rank sends no more KV from the request's blocks. All ranks must return this to free
-    them.
-    """
+    """This rank sends no more KV from these blocks, which are free once all ranks have returned it."""
 
     request_id: str
 

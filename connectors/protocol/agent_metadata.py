@@ -79,9 +79,7 @@ class EngineMetadata:
 
 
 def engine_identity(engine: EngineMetadata) -> str:
-    """Digest of what ``check_peers`` compares besides layouts, unique if workers differ: 32 hex
-    digits.
-    """
+    """Digest of what ``check_peers`` compares besides layouts: 32 hexadecimal digits."""
     workers = {json.dumps([worker.transport, *astuple(worker.identity)]) for worker in engine.workers}
     return hashlib.blake2b(json.dumps([PROTOCOL_VERSION, *sorted(workers)]).encode(), digest_size=16).hexdigest()
 

@@ -113,9 +113,7 @@ class Consumer:
         return self._queue.add(request_id, transfer_id, producer, now)
 
     def start(self, order: Order, now: float) -> list[ConsumerAction]:
-        """An id is valid once: Fin has only the id, so a late one of a first request would match a
-        second.
-        """
+        """An id is valid once: a late Fin of a first request would match a second with its id."""
         if not self._queue.remove(order.transfer_id, order.request_id) and self._is_used(order.transfer_id):
             return [Received(order.request_id, _USED_TWICE)]
         self._engines.touch(order.producer.incarnation, now)

@@ -1,6 +1,4 @@
-"""One transfer at its producer, selection of the units to write, limits on consumers. Part of
-``producer.py``.
-"""
+"""One transfer at its producer, the units to write, limits on consumers. For ``producer.py``."""
 
 from __future__ import annotations
 
@@ -134,9 +132,7 @@ class Delivery:
 
 @dataclass(slots=True)
 class Gone:
-    """End of a transfer, or discard of an unknown id; highest message number of each consumer
-    worker.
-    """
+    """End of a transfer or discard of an unknown id, and each worker's highest message number."""
 
     at: float
     numbers: dict[Peer, int] = field(default_factory=dict)

@@ -1,7 +1,6 @@
 """Parse ``kv_transfer_params``: the request parameters with which a router names a transfer.
 
-The keys are those of public prefill/decode proxies and Tandem's own; docs/protocol.md describes
-them.
+The keys are those of public prefill/decode proxies and Tandem's own (docs/protocol.md).
 
     prefill leg     do_remote_decode=True  [transfer_id] [first_token]
     describe        do_remote_decode=True  describe=True; sends no KV

@@ -195,9 +195,7 @@ class Producer(Production):
         return actions
 
     def discard(self, transfer_id: str, now: float) -> list[ProducerAction]:
-        """No engine will fetch the KV. vLLM still computes the request, which may arrive within
-        lease_s.
-        """
+        """No engine will fetch the KV of a request, which may come yet and is still computed."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             self._gone.setdefault(transfer_id, Gone(now))

@@ -1,6 +1,4 @@
-"""State and messages of the producer, ends of peers, and transitions shared by events of
-``producer.py``.
-"""
+"""State and messages of the producer, ends of peers, and transitions shared in ``producer.py``."""
 
 from __future__ import annotations
 

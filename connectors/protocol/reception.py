@@ -1,6 +1,4 @@
-"""Requests of a consumer, queued without blocks, and receptions with blocks. Part of
-``consumer.py``.
-"""
+"""Requests of a consumer: queued without blocks, and receptions with them. For ``consumer.py``."""
 
 from __future__ import annotations
 

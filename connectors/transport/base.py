@@ -50,16 +50,14 @@ class Transport(Protocol):
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> WriteHandle:
         """Start to copy ``runs`` (at least one) to the peer's registered memory; return a handle.
 
-        Raises TransportError if nothing was posted, FailedWriteError if parts of the write may
-        arrive.
+        Raises TransportError if nothing was posted, FailedWriteError if parts may still arrive.
         """
         ...
 
     def poll(self, handle: WriteHandle) -> bool:
         """Return whether all bytes of a write are in the peer's memory. True ends the handle.
 
-        So does FailedWriteError. Parts of the write may still arrive: the error is no
-        acknowledgement.
+        So does FailedWriteError, which is no acknowledgement: parts of the write may still arrive.
         """
         ...
 

@@ -46,8 +46,8 @@ class _Launch(NamedTuple):
 
 
 class Launches:
-    """Queued kernels of one end. Thread-safe. Orders and sums pass through a ring of pinned memory:
-    launches allocate nothing.
+    """Queued kernels of one end. Thread-safe. They allocate nothing: a ring of pinned memory has
+    orders and sums.
 
     ``queue``  returns a context of the torch stream on which this thread's kernels then run
     """

@@ -50,8 +50,7 @@ class ConnectorConfig(TransferOptions):
     def net_devices(self) -> tuple[str, ...]:
         """Network devices for UCX. Empty: UCX's environment variables or UCX itself choose.
 
-        UCX itself could choose a transient interface, and hang when it disappears
-        (docs/decisions/0006).
+        UCX could choose a transient interface, and hang when it disappears (docs/decisions/0006).
         """
         if self.devices or "UCX_NET_DEVICES" in os.environ:
             return tuple(self.devices)

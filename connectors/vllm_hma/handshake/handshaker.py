@@ -6,8 +6,7 @@
     Hello(agent metadata)              -------------->  add peer, check, plan
                                        <--------------  Welcome | Refused(reason)
 
-Messages have passed in both directions when Welcome arrives: the first offer needs no connection
-setup.
+Messages have then passed in both directions: the first offer needs no connection setup.
 """
 
 from __future__ import annotations
@@ -191,8 +190,7 @@ class Handshaker:
     ) -> list[str]:
         """Send Hello to these ranks, wait for all answers, and return the reasons of refusals.
 
-        The peer table keeps the ranks until ``handshakes`` is closed. Raises HandshakeError and
-        TransportError.
+        The peer table keeps the ranks until ``handshakes`` is closed.
         """
         hello = Hello(encode_agent_metadata(self._agent_metadata))
         waiting = {Peer(engine.incarnation, rank) for rank in ranks}

@@ -67,9 +67,7 @@ def check_sizes(sizes: Collection[int], settings: StoreSettings) -> None:
 
 
 def describe_store(store: KVStore) -> dict[str, Any] | None:
-    """``EngineStore`` (``actors/policy/prefixes.py``) of the slowest tier, which outlives the
-    others.
-    """
+    """Return the ``EngineStore`` (``actors/policy/prefixes.py``) of the slowest, largest tier."""
     slowest, plan = store.tiers[-1].folder, store.plan
     try:
         folder = slowest.id()

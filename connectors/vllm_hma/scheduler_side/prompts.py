@@ -1,6 +1,4 @@
-"""Prompt digests, and whether a transfer would divide an image: equal on both engines of a
-transfer.
-"""
+"""Prompt digests, and whether a transfer would divide an image: equal on both its engines."""
 
 from __future__ import annotations
 

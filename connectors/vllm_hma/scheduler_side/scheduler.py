@@ -1,5 +1,5 @@
-"""Scheduler side of the connector: prefill requests (``productions.py``) and decode requests
-(``consumptions.py``).
+"""Scheduler side of the connector, over ``productions.py`` (prefill) and ``consumptions.py``
+(decode).
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class SchedulerConnector:
         }
 
     def reset(self) -> None:
-        """Stop sharing KV: the engine's weights may have been changed in memory, which the model's
-        identity does not cover.
+        """Stop sharing KV: the weights in memory may have changed, which the identity does not
+        cover.
 
         This engine sends no more KV of prompts in progress, and the digests of later prompts match
         no other engine's. Other transfers continue.

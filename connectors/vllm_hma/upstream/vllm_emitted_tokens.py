@@ -1,10 +1,9 @@
 """Start a request after tokens that another engine has emitted, as if it had been preempted there.
 
 Penalties, `min_tokens`, bad words and the V2 runner's generators follow the output. The V2 runner
-takes it from the scheduler; the V1 runner begins every new request without, so `prepare_v1_runner`
-replaces its record of a request. Sources, below
-https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1: request.py, structured_output/request.py,
-worker/gpu_model_runner.py
+takes it from the scheduler; the V1 runner begins every request without, so `prepare_v1_runner`
+replaces its record. Sources: request.py, structured_output/request.py, worker/gpu_model_runner.py
+in https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1
 """
 
 from __future__ import annotations

@@ -224,9 +224,7 @@ class WorkerRuntime:
         self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, time.monotonic()))
 
     def spoil(self, request_ids: Set[str], reason: str) -> None:
-        """Abort deliveries of wrong KV, before ``layer_computed`` or ``after_forward`` hands it
-        over.
-        """
+        """Abort deliveries before ``layer_computed`` or ``after_forward`` hands over wrong KV."""
         with self._lock:
             for request_id in request_ids:
                 self._steps.drop(request_id)

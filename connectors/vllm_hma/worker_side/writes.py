@@ -164,9 +164,7 @@ class Writes:
         return actions
 
     def _post(self, opened: OpenWrite) -> None:
-        """Only a TransportError that is no FailedWriteError proves that nothing of a slice is
-        posted.
-        """
+        """Only a TransportError that is no FailedWriteError proves that nothing was posted."""
         write = opened.write
         if opened.slices is None:
             runs = build_runs(opened.plan, write.moves)
