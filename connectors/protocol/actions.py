@@ -68,7 +68,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """This rank sends no more KV from these blocks, which are free once all ranks have returned it."""
+    """This rank sends no more KV from these blocks, free once all ranks have returned this."""
 
     request_id: str
 
