@@ -245,7 +245,7 @@ def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, ide
 
 
 def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: float, identity: bytes = b"") -> Liveness:
-    """Blocks and raises as ``fetch_metadata``. UNKNOWN, without a request, without a process."""
+    """Blocks and raises as ``fetch_metadata``. UNKNOWN if ``process`` is malformed or none."""
     request = b"tandem/%d process %s %d %d\n" % (
         PROTOCOL_VERSION,
         process.host.encode(),
