@@ -324,7 +324,7 @@ def test_connectors_refuse_weights_that_changed_after_the_start(model: Path, sto
 
 def test_a_store_is_refused_if_ranks_have_other_weights() -> None:
     """The ranks hashed the files before and after a change."""
-    other = replace(CACHE, model=replace(CACHE.model, weights="others"))
+    other = replace(CACHE, model=replace(CACHE.model, model="others"))
     scheduler = StoreScheduler(StoreSettings(path="/unused", chunk_tokens=16), 4096)
     with pytest.raises(ConfigurationError, match="ranks report different models"):
         scheduler.publish([CACHE, other])
