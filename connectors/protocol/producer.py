@@ -195,7 +195,7 @@ class Producer(Production):
         return actions
 
     def discard(self, transfer_id: str, now: float) -> list[ProducerAction]:
-        """No engine will fetch the KV of a request, which may come yet and is still computed."""
+        """No engine will fetch the KV of this transfer. vLLM still computes its request."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             self._gone.setdefault(transfer_id, Gone(now))

@@ -262,7 +262,7 @@ def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: floa
 
 
 def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> bytes:
-    """Retry broken connections: an overloaded engine closes them. A refused one has no engine."""
+    """Retry broken connections, which an overloaded engine closes; a refused one has no engine."""
     where = f"the prefill engine at {host}:{port}"
     tls = tls_context(identity, server=False) if identity else None
     give_up_at = time.monotonic() + timeout_s
