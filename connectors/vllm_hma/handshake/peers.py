@@ -45,7 +45,7 @@ class PeerTable:
         return len(self._spoke)
 
     def admit(self, peer: Peer) -> Peer | None:
-        """Return the evicted peer, if any. Raises HandshakeError if all of a full table are busy."""
+        """Return the evicted peer, if any. Raises HandshakeError if a full table is all busy."""
         leaving, spoke = None, self._spoke.pop(peer, None)
         if spoke is None and len(self) >= self._most:
             candidates = sorted(self._spoke, key=self._spoke.__getitem__)
