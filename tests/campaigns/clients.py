@@ -1,9 +1,7 @@
-"""Clients and load generators that users already have, against the whole service.
+"""Clients that users have, against the whole service: openai's SDK, curl, `vllm bench serve`.
 
-The `openai` SDK, curl and `vllm bench serve` come with the environment. LangChain, Anthropic's SDK,
-lm-eval, guidellm and aiperf are not dependencies of Tandem: ``langchain`` and ``anthropic`` are
-Python interpreters that have them, ``tools`` is a folder with the commands. Every step asks for
-facts that the answer must restate, or counts complete requests.
+Every step asks for facts that the answer must restate, or counts complete requests. What other
+clients send and receive is compared field by field in the campaign `differential`.
 """
 
 from __future__ import annotations
@@ -11,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -29,7 +26,7 @@ from tests.campaigns.runner import ROOT, Report
 from tests.campaigns.service.world import service
 
 FRONTEND = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
-BENCH_PROMPTS, REQUESTS, QUESTIONS = 200, 60, 40
+BENCH_PROMPTS = 200
 DAYS = {"days": {"type": "integer", "minimum": 1, "maximum": 9}}
 TOOL_SCHEMA = {"type": "object", "properties": DAYS, "required": ["days"], "additionalProperties": False}
 TOOL: Any = {"type": "function", "function": {"name": "forecast", "parameters": TOOL_SCHEMA, "strict": True}}
@@ -72,11 +69,6 @@ def right(name: str, text: str | None) -> str:
     return str(text)
 
 
-def checked(arguments: str) -> str:
-    assert 1 <= json.loads(arguments)["days"] <= 9, arguments
-    return arguments
-
-
 def sdk_steps(url: str) -> Iterator[tuple[str, Step]]:
     """OpenAI's own client."""
     settings: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "unused", "max_retries": 0, "timeout": 120}
@@ -115,7 +107,8 @@ def sdk_steps(url: str) -> Iterator[tuple[str, Step]]:
                 message = events.get_final_completion().choices[0].message
         call: Any = (message.tool_calls or [])[0]
         assert call.function.name == "forecast"
-        return checked(call.function.arguments)
+        assert 1 <= json.loads(call.function.arguments)["days"] <= 9, call
+        return str(call.function.arguments)
 
     def response(name: str, **more: Any) -> dict[str, Any]:
         given: Any = facts(name).messages
@@ -211,120 +204,13 @@ def bench(url: str, folder: Path, backend: str, endpoint: str) -> str:
     return f"{found['completed']} requests"
 
 
-def script(url: str, folder: Path, python: str, name: str, *more: str) -> dict[str, Any]:
-    """Run `NAME_client.py` in another environment, without Tandem; return what it prints."""
-    words = [url, DEMO_SERVED_NAME, facts(name).text, *more]
-    said: dict[str, Any] = json.loads(run([python, str(Path(__file__).with_name(f"{name}_client.py")), *words], folder))
-    for answer in (said["whole"], said["streamed"], *said.get("batch", ())):
-        right(name, answer)
-    return said
-
-
-def langchain(url: str, folder: Path, python: str) -> str:
-    said = script(f"{url}/v1", folder, python, "langchain", json.dumps(short_json()))
-    Forecast.model_validate(said["structured"])
-    return checked(json.dumps(said["tool"]))
-
-
-def anthropic(url: str, folder: Path, python: str) -> list[str]:
-    said = script(url, folder, python, "anthropic")
-    assert said["refusals"] == ["NotFoundError", "BadRequestError", "BadRequestError"], said
-    assert said["routes"] == ["remote", "remote"], said
-    return [str(kind) for kind in said["kinds"]]
-
-
-# ---- load generators ----------------------------------------------------------------------------
-
-
-def lm_eval(url: str, folder: Path, tool: str) -> str:
-    """Evaluate recall of facts; the demo model recalls nearly all of them."""
-    dice = Random("load tools")
-    documents = [make_prompt(dice, 10) for _ in range(QUESTIONS)]
-    lines = [json.dumps({"question": each.text, "answer": each.answer}) for each in documents]
-    (folder / "facts.jsonl").write_text("\n".join(lines) + "\n")
-    generation = {"until": ["\n"], "max_gen_toks": 8, "temperature": 0.0, "do_sample": False}
-    digits = [{"function": "regex", "regex_pattern": "(\\d+)"}, {"function": "take_first"}]
-    task = {
-        "task": "facts",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "facts.jsonl")}},
-        "test_split": "test",
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{answer}}",
-        "target_delimiter": "",
-        "generation_kwargs": generation,
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-        "filter_list": [{"name": "answer", "filter": digits}],
-    }
-    (folder / "facts.yaml").write_text(json.dumps(task))
-    model = f"model={DEMO_SERVED_NAME},base_url={url}/v1/completions,num_concurrent=8,max_retries=1"
-    model += f",tokenizer={DEMO_MODEL_DIR},tokenizer_backend=huggingface,max_length=2048,tokenized_requests=False"
-    words = ("--tasks", "facts", "--include_path", str(folder), "--output_path", str(folder / "out"))
-    run([tool, "run", "--model", "local-completions", "--model_args", model, *words], folder)
-    found = json.loads(next((folder / "out").rglob("results_*.json")).read_text())["results"]["facts"]
-    score = next(value for name, value in found.items() if name.startswith("exact_match,"))
-    assert score > 0.9, found
-    return f"score {score}"
-
-
-def guidellm(url: str, folder: Path, tool: str) -> str:
-    words = [
-        *("run", "--disable-progress", "--backend", f"kind=openai_http,target={url},model={DEMO_SERVED_NAME}"),
-        *("--profile", "kind=concurrent,streams=8", "--constraint", f"kind=max_requests,count={REQUESTS}"),
-        *("--tokenizer", f"kind=hf_auto,model={DEMO_MODEL_DIR}"),
-        *("--data", "kind=synthetic_text,prompt_tokens=100,output_tokens=8"),
-        *("--output", f"kind=json,path={folder / 'guidellm.json'}"),
-    ]
-    run([tool, *words], folder)
-    total = json.loads((folder / "guidellm.json").read_text())["benchmarks"][0]["metrics"]["request_totals"]
-    assert total["total"] == total["successful"], total
-    return f"{total['total']} requests"
-
-
-def aiperf(url: str, folder: Path, tool: str) -> str:
-    # Offline, aiperf reads tokenizers from the hub cache only, not from a local path.
-    cached = folder / "hub" / "hub" / "models--tandem--demo"
-    shutil.copytree(DEMO_MODEL_DIR, cached / "snapshots" / "demo")
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("demo")
-    words = [
-        *("profile", "--model", DEMO_SERVED_NAME, "--tokenizer", "tandem/demo", "--url", url),
-        *("--endpoint-type", "chat", "--streaming", "--concurrency", "8", "--request-count", str(REQUESTS)),
-        *("--isl", "100", "--osl", "8", "--ui-type", "none", "--artifact-dir", str(folder / "aiperf")),
-    ]
-    run([tool, *words], folder)
-    found = json.loads(next((folder / "aiperf").rglob("profile_export_aiperf.json")).read_text())
-    assert int(found["request_count"]["avg"]) == REQUESTS, found
-    return f"{REQUESTS} requests"
-
-
-def clients(
-    report: Report,
-    *,
-    only: str = "",
-    langchain_python: str = "build/clients/bin/python",
-    anthropic_python: str = "build/clients/bin/python",
-    tools: str = "build/load-tools",
-) -> None:
-    """All clients, or those whose name contains ``only``. Absent programs are named as skipped."""
+def clients(report: Report, *, only: str = "") -> None:
+    """All clients, or those whose name contains ``only``."""
     with service(report, frontend=FRONTEND) as running:
         url, folder = running.url, report.folder
         steps: list[tuple[str, Step]] = [*sdk_steps(url), ("curl", lambda: curl(url, folder))]
         for backend, endpoint in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
-            words = (url, folder, backend, endpoint)
-            steps.append((f"vllm bench serve {backend}", lambda words=words: bench(*words)))  # type: ignore[misc]
-        others = (
-            (langchain, langchain_python),
-            (anthropic, anthropic_python),
-            *((tool, f"{tools}/{tool.__name__}") for tool in (lm_eval, guidellm, aiperf)),
-        )
-        for step, path in others:
-            program = ROOT / path
-            if program.exists():
-                steps.append((step.__name__, lambda step=step, program=program: step(url, folder, str(program))))  # type: ignore[misc]
-            elif only in step.__name__:
-                report.row(client=step.__name__, skipped=f"{path} does not exist")
+            steps.append((f"vllm bench serve {backend}", partial(bench, url, folder, backend, endpoint)))
         for name, play in steps:
             if only in name:
                 with report.case(name):
