@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 TABLE = """
-manifests           manifests:manifests 1 . computes k8s/ fits schemas, KubeRay's rules and settings
+manifests           manifests:manifests 1 . computes k8s/ fits schemas and settings
 alerts              manifests:alerts 1 - promtool promtool's tests of the alerts
 plans               suites:plans 2 . computes plans of all shapes equal an oracle's
 corruption          suites:corruption 3 . computes digests detect all damaged transfers
