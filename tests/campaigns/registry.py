@@ -31,7 +31,6 @@ store-restart       suites:store_restart 4 COUNT=6,KILLS=2,ONLY=llama - others l
 faults              faults.campaign:faults 6 COUNT=40,LANES=2 - kill, stop, cancel, forge: right or refused
 fault-pairs         faults.campaign:pairs 4 COUNT=8,LANES=2 root two faults at once on a link that is cut
 stopped-rank        hosts.stopped_rank:stopped_rank 2 COUNT=5 computes a stopped rank writes no foreign byte
-multi-connector     service.multi_connector:multi_connector 4 - - several connectors: choices, metrics
 differential        differential.campaign:differential 8 . - 1,397 requests answered as one vLLM server does
 seam                differential.campaign:seam 4 COUNT=200 - streams whose first token prefill samples
 seam-deaths         differential.deaths:seam_deaths 3 KILLS=4 - decode dies between first and second token
