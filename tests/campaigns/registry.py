@@ -27,7 +27,7 @@ speculation         shapes.requests:speculation 2 COUNT=6,PAIRS=1:2 - drafts aft
 adapters            shapes.requests:adapters 1 COUNT=100,PAIRS=1:2 - KV of another LoRA adapter is not used
 images              shapes.requests:images 2 COUNT=12,PAIRS=1:2 - KV of another image is not used; encoder runs
 upstream-shapes     shapes.upstream:upstream 60 - - the same shapes through vLLM's NixlConnector
-store-restart       suites:store_restart 4 COUNT=6,KILLS=2,ONLY=llama - others load the KV of pairs killed during writes
+store-restart       store.restart:store_restart 4 COUNT=6,KILLS=2,ONLY=llama - others load the KV of pairs killed in writes
 faults              faults.campaign:faults 6 COUNT=40,LANES=2 - kill, stop, cancel, forge: right or refused
 fault-pairs         faults.campaign:pairs 4 COUNT=8,LANES=2 root two faults at once on a link that is cut
 stopped-rank        hosts.stopped_rank:stopped_rank 2 COUNT=5 computes a stopped rank writes no foreign byte

@@ -66,10 +66,5 @@ def store_schedules(report: Report, *, steps: int = 48_000, seed: int = 1) -> No
     program(report, "tests.campaigns.store.scheduling", "--steps", str(steps), "--seed", str(seed))
 
 
-def store_restart(report: Report, *, only: str = "", count: int = 25, kills: int = 1) -> None:
-    cases = ("--only", *only.split()) if only else ()
-    program(report, "tests.campaigns.store.restart", *cases, "--prompts", str(count), "--restarts", str(kills))
-
-
 def gpu_check(report: Report) -> None:
     program(report, "tests.campaigns.gpu", lines=20)
