@@ -15,10 +15,10 @@ plans               suites:plans 2 . computes plans of all shapes equal an oracl
 corruption          suites:corruption 3 . computes digests detect all damaged transfers
 fuzz-connector      fuzz.connector:connector 3 COUNT=100 computes hostile peers damage no transfer
 mutations           mutations:mutations 60 - computes mutants of the pure core that no test kills
-explore             suites:explore 10 PART=1/6 computes every interleaving of small transfers
-schedules           suites:schedules 3 . computes random steps of vLLM's scheduler, with drafts too
-store-faults        suites:store_faults 5 . computes faults in the KV store
-store-schedules     suites:store_schedules 4 STEPS=24000 computes steps of vLLM's scheduler with a store
+explore             protocol.explore:explore 10 PART=1/6 computes every interleaving of small transfers
+schedules           schedules.scheduling:schedules 3 . computes random steps of vLLM's scheduler, with drafts too
+store-faults        store.campaign:store_faults 5 . computes faults in the KV store
+store-schedules     store.scheduling:store_schedules 4 STEPS=24000 computes steps of vLLM's scheduler with a store
 gpu-check           suites:gpu_check 1 . computes transport, digests and engines on NVIDIA GPUs
 identity            shapes.families:identity 3 COUNT=30 - tokens and logprobs of one engine, by TP sizes
 families            shapes.families:families 6 COUNT=3,FEWER=1 - every kind of KV cache, unequal shapes
@@ -27,7 +27,7 @@ speculation         shapes.requests:speculation 2 COUNT=6,PAIRS=1:2 - drafts aft
 adapters            shapes.requests:adapters 1 COUNT=100,PAIRS=1:2 - KV of another LoRA adapter is not used
 images              shapes.requests:images 2 COUNT=12,PAIRS=1:2 - KV of another image is not used; encoder runs
 upstream-shapes     shapes.upstream:upstream 60 - - the same shapes through vLLM's NixlConnector
-store-restart       store.restart:store_restart 4 COUNT=6,KILLS=2,ONLY=llama - others load the KV of pairs killed in writes
+store-restart       store.restart:store_restart 4 COUNT=6,KILLS=2,ONLY=llama - others load the KV of killed pairs
 faults              faults.campaign:faults 6 COUNT=40,LANES=2 - kill, stop, cancel, forge: right or refused
 fault-pairs         faults.campaign:pairs 4 COUNT=8,LANES=2 root two faults at once on a link that is cut
 stopped-rank        hosts.stopped_rank:stopped_rank 2 COUNT=5 computes a stopped rank writes no foreign byte
