@@ -22,8 +22,6 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -276,24 +274,6 @@ def qwen3_next(folder: Path, kv_heads: int = 2, seed: int = 0) -> str:
         shared_expert_intermediate_size=64,
     )
     return _save(Qwen3NextForCausalLM, config, folder, seed)
-
-
-def lfm2(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """Create a model of short convolutions, whose state has no recurrent part; return its path.
-
-    One layer in three has full attention.
-    """
-    config = Lfm2Config(
-        **_SIZES,
-        **_attention(kv_heads, head_dim=False),
-        num_hidden_layers=6,
-        layer_types=["conv", "conv", "full_attention"] * 2,
-        block_auto_adjust_ff_dim=False,
-        conv_dim=128,
-        block_dim=128,
-        conv_L_cache=3,
-    )
-    return _save(Lfm2ForCausalLM, config, folder, seed)
 
 
 def paddle_vl(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:

@@ -26,7 +26,6 @@ ranks               shapes.families:ranks 2 COUNT=8,ONLY=gemma3 - data-parallel 
 speculation         shapes.requests:speculation 2 COUNT=6,PAIRS=1:2 - drafts after a handover: tokens, acceptance
 adapters            shapes.requests:adapters 1 COUNT=100,PAIRS=1:2 - KV of another LoRA adapter is not used
 images              shapes.requests:images 2 COUNT=12,PAIRS=1:2 - KV of another image is not used; encoder runs
-upstream-shapes     shapes.upstream:upstream 60 - - the same shapes through vLLM's NixlConnector
 store-restart       store.restart:store_restart 4 COUNT=6,KILLS=2,ONLY=llama - others load the KV of killed pairs
 faults              faults.campaign:faults 6 COUNT=40,LANES=2 - kill, stop, cancel, forge: right or refused
 fault-pairs         faults.campaign:pairs 4 COUNT=8,LANES=2 root two faults at once on a link that is cut
@@ -39,10 +38,8 @@ cuts                suites:cuts 4 - - streams of every kind, cut at every token
 rank-deaths         service.restarts:rank_deaths 3 KILLS=2 - data-parallel ranks die under load; prefill scales
 rolling-restart     service.restarts:rolling_restart 4 COUNT=1 - all replicas replaced under load, and scaled
 head-killed         service.restarts:head_killed 3 ONLY=redis redis-server Ray's head dies, with and without Redis
-setting-changes     service.setting_changes:setting_changes 3 . - a changed setting restarts what it promises
 commands            service.commands:commands 2 . - serve run, status, config, deploy, build, shutdown
 models              service.models:models 5 - - two models at one endpoint, adapters under load
-latency-breakdown   service.latency_delays:latency_breakdown 3 - - a delayed part is the largest
 fuzz                fuzz.http:http 3 COUNT=1500 - hostile HTTP: no 500, hang or growth
 clients             clients:clients 3 . - the openai SDK, curl, vLLM's load generator
 placement           suites:placement 2 . - where Serve places replicas and ranks, on four nodes

@@ -26,6 +26,7 @@ from app.demo.paths import MODEL_DIR
 from connectors.codec import encode_agent_metadata
 from connectors.protocol.actions import Due
 from connectors.protocol.agent_metadata import AgentMetadata
+from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from connectors.vllm_hma.upstream.vllm_emitted_tokens import emitted_tokens
@@ -65,6 +66,8 @@ class Rank:
 
 class Engine(Core):
     """One engine core, with ranks that report as real workers do."""
+
+    connector: TandemConnector
 
     def __init__(
         self,

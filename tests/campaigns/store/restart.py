@@ -308,8 +308,8 @@ def _case(report: Report, name: str, case: Case, count: int, kills: int) -> None
     with Engines(alone, folder / "alone.log") as engine:
         right = engine.ask(list(dict.fromkeys(prompt for _, prompt, _ in answers)))
     for life, prompt, answer in answers:
-        if problem := difference(right[prompt][0], answer, case.family.tolerance):
-            report.problem(f"{life}, prompt of {len(prompt)} tokens: {problem}")
+        if differs := difference(right[prompt][0], answer, case.family.tolerance):
+            report.problem(f"{life}, prompt of {len(prompt)} tokens: {differs}")
 
 
 def store_restart(report: Report, *, only: str = "", count: int = 25, kills: int = 1) -> None:
