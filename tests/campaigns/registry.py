@@ -32,8 +32,7 @@ fault-pairs         faults.campaign:pairs 4 COUNT=8,LANES=2 root two faults at o
 stopped-rank        hosts.stopped_rank:stopped_rank 2 COUNT=5 computes a stopped rank writes no foreign byte
 differential        differential.campaign:differential 8 . - 1,397 requests answered as one vLLM server does
 seam                differential.campaign:seam 4 COUNT=200 - streams whose first token prefill samples
-seam-deaths         differential.deaths:seam_deaths 3 KILLS=4 - decode dies between first and second token
-streams             differential.deaths:streams 3 KILLS=5 - streams of every kind survive decode's death
+streams             differential.deaths:streams 6 KILLS=4 - streams of every kind, and at the seam, outlive decode
 cuts                suites:cuts 4 - - streams of every kind, cut at every token
 rank-deaths         service.restarts:rank_deaths 3 KILLS=2 - data-parallel ranks die under load; prefill scales
 rolling-restart     service.restarts:rolling_restart 4 COUNT=1 - all replicas replaced under load, and scaled
