@@ -40,7 +40,6 @@ head-killed         service.restarts:head_killed 3 ONLY=redis redis-server Ray's
 commands            service.commands:commands 2 . - serve run, status, config, deploy, build, shutdown
 models              service.models:models 5 - - two models at one endpoint, adapters under load
 fuzz                fuzz.http:http 3 COUNT=1500 - hostile HTTP: no 500, hang or growth
-clients             clients:clients 3 . - the openai SDK, curl, vLLM's load generator
 placement           suites:placement 2 . - where Serve places replicas and ranks, on four nodes
 overlay-serves      manifests:overlay_serves 2 . - the configuration in an overlay serves
 two-hosts           hosts.on_two_hosts:two_hosts 6 . root the link between two hosts is cut and restored
