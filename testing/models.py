@@ -390,3 +390,17 @@ def _save_gemma3(
         pad_token_id=0,
     )
     Gemma3ForCausalLM(config).float().save_pretrained(folder)
+
+
+def damaged(model: str, share: float) -> str:
+    """Return a copy of a checkpoint with noise in its matrices, ``share`` as large as entries."""
+    copy = Path(f"{model}-damaged")
+    shutil.copytree(model, copy, dirs_exist_ok=True)
+    draw = torch.Generator().manual_seed(1)
+    weights = load_file(copy / "model.safetensors")
+    for name, one in weights.items():
+        if one.dim() > 1:
+            noise = torch.randn(one.shape, generator=draw).to(one.dtype)
+            weights[name] = one + share * one.float().std().to(one.dtype) * noise
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return str(copy)
