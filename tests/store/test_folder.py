@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from connectors.store.tiers.objects import HEADER_BYTES
 from connectors.store.tiers.open_folder import OpenFolder
 from tests.store.folder_objects import (
     BLOCK,
+    OTHER_SPACE,
     PAYLOAD,
     disk_bytes,
     file_of,
@@ -49,6 +51,17 @@ def test_what_is_stored_is_read(tier: FolderTier) -> None:
     assert not write(tier, 0, size=1), "the object already exists"
     assert not holds(tier, 99)
     assert tier.used_bytes(soon()) == disk_bytes(tier)
+
+
+def test_another_model_at_the_same_path_sees_nothing(tier: FolderTier) -> None:
+    write(tier, 1)
+    assert not tier.find(name(1, OTHER_SPACE))
+    # Nor does it if files are copied over.
+    copied = file_of(tier, 1, OTHER_SPACE)
+    copied.parent.mkdir()
+    copied.write_bytes(file_of(tier, 1).read_bytes())
+    assert not tier.find(name(1, OTHER_SPACE))
+    assert holds(tier, 1)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +291,19 @@ def test_a_disk_full_of_other_files_keeps_most_objects(tmp_path: Path) -> None:
 # ---- the usage file ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "data", [None, b"", b"garbage", bytes(40), bytes(range(40, 80))], ids=["gone", "empty", "short", "zeros", "other"]
+)
+def test_a_damaged_usage_file_is_counted_again(tier: FolderTier, data: bytes | None) -> None:
+    for number in range(5):
+        write(tier, number)
+    if data is None:
+        (tier.path / "usage").unlink()
+    else:
+        (tier.path / "usage").write_bytes(data)
+    assert tier.used_bytes(soon()) == disk_bytes(tier) == 5 * BLOCK
+
+
 def test_an_old_usage_file_is_corrected_by_the_next_start(tier: FolderTier) -> None:
     """The usage file has a wrong number with the right digest, as after a restore from a backup."""
     old = (tier.path / "usage").read_bytes()
@@ -362,6 +388,19 @@ def test_a_failed_write_of_the_usage_file_leaves_nothing(tier: FolderTier) -> No
     assert tier.used_bytes(soon()) == disk_bytes(tier) == BLOCK
 
 
+def test_nothing_is_written_below_the_mount_point_of_an_unmounted_disk(tier: FolderTier) -> None:
+    """The descriptor still leads to the objects, whatever is at the path."""
+    write(tier, 1)
+    tier.path.rename(tier.path.with_name("elsewhere"))
+    assert holds(tier, 1)
+    with pytest.raises(StoreError):
+        write(tier, 2)
+    tier.path.mkdir()
+    with pytest.raises(StoreError, match="replaced or unmounted"):
+        write(tier, 2)
+    assert list(tier.path.iterdir()) == []
+
+
 def test_foreign_files_among_the_models_take_only_their_bytes(tier: FolderTier) -> None:
     """The folder that contains one folder per model also contains a file and links."""
     write(tier, 1)
@@ -440,6 +479,28 @@ def test_only_the_engines_user_may_write_below_the_folder(tmp_path: Path) -> Non
 
 # ---- several processes -------------------------------------------------------------------------
 
+WRITER = """
+import sys, time
+from pathlib import Path
+from connectors.store.tiers.folder import FolderTier
+from tests.store.folder_objects import BLOCK, holds, write
+tier = FolderTier(Path(sys.argv[1]), int(sys.argv[2]) * BLOCK, durable=False)
+first, stop = int(sys.argv[3]), int(sys.argv[4])
+print("ready", flush=True)
+for turn in range(1000):
+    for number in range(first, stop):
+        write(tier, number)
+        holds(tier, number)
+"""
+
+
+def start_writer(path: Path, budget_blocks: int, first: int, stop: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WRITER, str(path), str(budget_blocks), str(first), str(stop)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
 
 def test_two_processes_may_start_on_a_new_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = OpenFolder.entries
@@ -451,6 +512,34 @@ def test_two_processes_may_start_on_a_new_path(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(OpenFolder, "entries", list_while_another_starts)
     FolderTier(tmp_path / "new", 2**20).close()
+
+
+def test_processes_share_a_path_and_may_be_killed(tmp_path: Path) -> None:
+    """Two writers of the same keys are killed during their work: the budget holds, and no parts
+    remain.
+    """
+    path = tmp_path / "store"
+    tier = FolderTier(path, 30 * BLOCK, durable=False)
+    writers = [start_writer(path, 30, 0, 40), start_writer(path, 30, 20, 60)]
+    try:
+        for _ in range(100):
+            assert disk_bytes_now(tier) <= 30 * BLOCK
+        os.kill(writers[0].pid, signal.SIGKILL)
+        writers[0].wait()
+        for _ in range(20):
+            assert disk_bytes_now(tier) <= 30 * BLOCK
+    finally:
+        for process in writers:
+            process.kill()
+            process.wait()
+    again = FolderTier(path, 30 * BLOCK, durable=False)
+    again.open()
+    assert list((path / "parts").iterdir()) == []
+    assert again.used_bytes(soon()) == disk_bytes(again)
+    found = [number for number in range(60) if holds(again, number)]
+    assert found
+    assert again.counts.corrupt == 0
+    assert write(again, 1000)
 
 
 KILLED = """
@@ -474,6 +563,12 @@ def test_a_process_killed_between_a_file_and_its_count_is_counted(tier: FolderTi
     subprocess.run([sys.executable, "-c", KILLED, str(tier.path)], cwd=ROOT, check=True)
     assert len(list((tier.path / "parts").iterdir())) == 1
     assert tier.used_bytes(soon()) == disk_bytes(tier) == BLOCK
+
+
+def disk_bytes_now(tier: FolderTier) -> int:
+    """``disk_bytes`` locks, so that a file renamed by another process is not counted twice."""
+    with tier._usage.locked(soon()):  # noqa: SLF001 - files hold still
+        return disk_bytes(tier)
 
 
 def test_a_writer_that_stops_with_the_lock_costs_others_their_deadline_only(tier: FolderTier) -> None:
