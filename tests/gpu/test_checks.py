@@ -64,6 +64,16 @@ def test_engines_on_a_gpu(tmp_path: Path) -> None:
     assert [each.verdict for each in result] == ["ok"], result
 
 
+def test_a_check_that_fails_is_told() -> None:
+    """The result has the reason, and the exception does not end the run."""
+
+    def broken() -> str:
+        raise AssertionError("two bytes differ")
+
+    result = gpu_check._timed("broken", broken)  # noqa: SLF001 (a GPU that fails is not at hand)
+    assert (result.verdict, "two bytes differ" in result.found) == ("FAILED", True)
+
+
 def test_a_program_that_does_not_end_is_killed(tmp_path: Path) -> None:
     """The five minutes hold, and the report has the check."""
     (result,) = gpu_check.run(gpu_check.ENGINES, "cpu", tmp_path, give_up_at=0.0)
