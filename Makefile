@@ -100,16 +100,13 @@ check: $(STAMP) ## Check lint, formatting, import layers and types
 test-all: $(STAMP) ## Run the suite and all campaigns that decide a release; resumable: ONLY="identity fuzz", WHOLE=1
 	$(BIN)/python -m tests.campaigns release $(if $(ONLY),ONLY='$(ONLY)') $(if $(WHOLE),WHOLE=1)
 
-# What a campaign or benchmark needs besides $(VENV).
-CLIENTS := build/clients/bin/python
-LOAD_TOOLS := build/load-tools/lm_eval build/load-tools/guidellm build/load-tools/aiperf
-CAMPAIGN_NEEDS = $(if $(filter clients,$(NAME)),$(CLIENTS) $(LOAD_TOOLS))
+# What a benchmark needs besides $(VENV).
 VLLM_ROUTER := build/vllm-router/bin/vllm-router
 RAY_LLM := build/ray-llm/bin/python
 BENCH_NEEDS = $(if $(filter router service,$(NAME)),$(VLLM_ROUTER)) $(if $(filter service,$(NAME)),$(RAY_LLM))
 
 .PHONY: campaign
-campaign: $(STAMP) $(CAMPAIGN_NEEDS) ## Run a long test by name, without NAME list all: NAME=faults COUNT=20 SEED=2
+campaign: $(STAMP) ## Run a long test by name, without NAME list all: NAME=faults COUNT=20 SEED=2
 	@$(BIN)/python -m tests.campaigns $(NAME) $(OPTIONS)
 
 .PHONY: bench
@@ -126,19 +123,6 @@ $(RAY_LLM): $(STAMP)
 	$(PYTHON) -m venv build/ray-llm
 	echo $(abspath $(VENV))/lib/python3*/site-packages > $$(echo build/ray-llm/lib/python3*/site-packages)/tandem.pth
 	build/ray-llm/bin/pip install --quiet --no-deps pyarrow
-
-$(CLIENTS):
-	$(PYTHON) -m venv build/clients
-	build/clients/bin/pip install --quiet langchain-openai anthropic
-
-# The three tools pin releases of each other's packages, so each has an environment.
-build/load-tools/lm_eval: PACKAGES := 'lm-eval[api]' transformers
-build/load-tools/guidellm: PACKAGES := guidellm
-build/load-tools/aiperf: PACKAGES := aiperf
-$(LOAD_TOOLS):
-	$(PYTHON) -m venv $@-env
-	$@-env/bin/pip install --quiet $(PACKAGES)
-	ln -sf $(notdir $@)-env/bin/$(notdir $@) $@
 
 .PHONY: emulated-gpu
 emulated-gpu: ## Run pairs of engines on an emulated GPU, without one (slow): STEPS="mamba preemption"

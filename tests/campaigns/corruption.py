@@ -17,7 +17,7 @@ from connectors.planning.descriptors import Moves, Runs, build_runs
 from connectors.planning.layout import EngineLayout, GroupKind
 from connectors.planning.plan import PairPlan, plan_pair
 from connectors.transport.digest import End, HostMemory, Memory, TransferDigest, digests
-from tests.planning.builders import GEMMA, Rank, Shape, execute, fill_distinct, make_engine
+from tests.planning.builders import GEMMA, STYLES, Rank, Shape, execute, fill_distinct, make_engine
 
 MANY = 10**6
 """Tokens: more than any case has, so that the window of a prompt that ends there does not
@@ -27,7 +27,6 @@ matter.
 FULL_ONLY = ((GroupKind.FULL, None, 3),)
 MIXED = ((GroupKind.FULL, None, 1), (GroupKind.SLIDING, MANY, 2), (GroupKind.CHUNKED, MANY, 2))
 WINDOWS = tuple((kind, window and MANY, layers) for kind, window, layers in GEMMA)
-STYLES = ("packed", "head_major", "token_major", "heads_outer", "gapped_rows")
 TP_PAIRS = [(p, c) for p in (1, 2, 3, 4) for c in (1, 2, 3, 4)]
 
 

@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 TABLE = """
-manifests           manifests:manifests 1 . computes k8s/ fits schemas, KubeRay's rules and settings
+manifests           manifests:manifests 1 . computes k8s/ fits schemas and settings
 alerts              manifests:alerts 1 - promtool promtool's tests of the alerts
 plans               suites:plans 2 . computes plans of all shapes equal an oracle's
 corruption          suites:corruption 3 . computes digests detect all damaged transfers
 fuzz-connector      fuzz.connector:connector 3 COUNT=100 computes hostile peers damage no transfer
 mutations           mutations:mutations 60 - computes mutants of the pure core that no test kills
-explore             suites:explore 10 PART=1/6 computes every interleaving of small transfers
-schedules           suites:schedules 3 . computes random steps of vLLM's scheduler, with drafts too
-store-faults        suites:store_faults 5 . computes faults in the KV store
-store-schedules     suites:store_schedules 4 STEPS=24000 computes steps of vLLM's scheduler with a store
+explore             protocol.explore:explore 10 PART=1/6 computes every interleaving of small transfers
+schedules           schedules.scheduling:schedules 3 . computes random steps of vLLM's scheduler, with drafts too
+store-faults        store.campaign:store_faults 5 . computes faults in the KV store
+store-schedules     store.scheduling:store_schedules 4 STEPS=24000 computes steps of vLLM's scheduler with a store
 gpu-check           suites:gpu_check 1 . computes transport, digests and engines on NVIDIA GPUs
 identity            shapes.families:identity 3 COUNT=30 - tokens and logprobs of one engine, by TP sizes
 families            shapes.families:families 6 COUNT=3,FEWER=1 - every kind of KV cache, unequal shapes
@@ -26,26 +26,20 @@ ranks               shapes.families:ranks 2 COUNT=8,ONLY=gemma3 - data-parallel 
 speculation         shapes.requests:speculation 2 COUNT=6,PAIRS=1:2 - drafts after a handover: tokens, acceptance
 adapters            shapes.requests:adapters 1 COUNT=100,PAIRS=1:2 - KV of another LoRA adapter is not used
 images              shapes.requests:images 2 COUNT=12,PAIRS=1:2 - KV of another image is not used; encoder runs
-upstream-shapes     shapes.upstream:upstream 60 - - the same shapes through vLLM's NixlConnector
-store-restart       suites:store_restart 4 COUNT=6,KILLS=2,ONLY=llama - others load the KV of pairs killed during writes
+store-restart       store.restart:store_restart 4 COUNT=6,KILLS=2,ONLY=llama - others load the KV of killed pairs
 faults              faults.campaign:faults 6 COUNT=40,LANES=2 - kill, stop, cancel, forge: right or refused
 fault-pairs         faults.campaign:pairs 4 COUNT=8,LANES=2 root two faults at once on a link that is cut
 stopped-rank        hosts.stopped_rank:stopped_rank 2 COUNT=5 computes a stopped rank writes no foreign byte
-multi-connector     service.multi_connector:multi_connector 4 - - several connectors: choices, metrics
 differential        differential.campaign:differential 8 . - 1,397 requests answered as one vLLM server does
 seam                differential.campaign:seam 4 COUNT=200 - streams whose first token prefill samples
-seam-deaths         differential.deaths:seam_deaths 3 KILLS=4 - decode dies between first and second token
-streams             differential.deaths:streams 3 KILLS=5 - streams of every kind survive decode's death
+streams             differential.deaths:streams 6 KILLS=4 - streams of every kind, and at the seam, outlive decode
 cuts                suites:cuts 4 - - streams of every kind, cut at every token
 rank-deaths         service.restarts:rank_deaths 3 KILLS=2 - data-parallel ranks die under load; prefill scales
 rolling-restart     service.restarts:rolling_restart 4 COUNT=1 - all replicas replaced under load, and scaled
 head-killed         service.restarts:head_killed 3 ONLY=redis redis-server Ray's head dies, with and without Redis
-setting-changes     service.setting_changes:setting_changes 3 . - a changed setting restarts what it promises
 commands            service.commands:commands 2 . - serve run, status, config, deploy, build, shutdown
 models              service.models:models 5 - - two models at one endpoint, adapters under load
-latency-breakdown   service.latency_delays:latency_breakdown 3 - - a delayed part is the largest
 fuzz                fuzz.http:http 3 COUNT=1500 - hostile HTTP: no 500, hang or growth
-clients             clients.campaign:clients 3 . - SDKs, LangChain, curl and load generators
 placement           suites:placement 2 . - where Serve places replicas and ranks, on four nodes
 overlay-serves      manifests:overlay_serves 2 . - the configuration in an overlay serves
 two-hosts           hosts.on_two_hosts:two_hosts 6 . root the link between two hosts is cut and restored

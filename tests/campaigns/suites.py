@@ -48,28 +48,5 @@ def placement(report: Report) -> None:
     program(report, "pytest", "-q", "tests/app/test_deployment_options.py", TANDEM_PLACEMENT="1")
 
 
-def explore(report: Report, *, part: str = "1/1") -> None:
-    program(report, "tests.campaigns.protocol.explore", "--part", part)
-
-
-def schedules(report: Report, *, steps: int = 12_000, seed: int = 1) -> None:
-    for drafts in ("0", "3"):
-        scheduled = ("tests.campaigns.schedules.scheduling", "--steps", str(steps), "--seed", str(seed))
-        program(report, *scheduled, "--drafts", drafts)
-
-
-def store_faults(report: Report, *, count: int = 10_000, seed: int = 1) -> None:
-    program(report, "tests.campaigns.store.campaign", "--seed", str(seed), "--faults", str(count))
-
-
-def store_schedules(report: Report, *, steps: int = 48_000, seed: int = 1) -> None:
-    program(report, "tests.campaigns.store.scheduling", "--steps", str(steps), "--seed", str(seed))
-
-
-def store_restart(report: Report, *, only: str = "", count: int = 25, kills: int = 1) -> None:
-    cases = ("--only", *only.split()) if only else ()
-    program(report, "tests.campaigns.store.restart", *cases, "--prompts", str(count), "--restarts", str(kills))
-
-
 def gpu_check(report: Report) -> None:
     program(report, "tests.campaigns.gpu", lines=20)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
 import pytest
 
 from tests.campaigns.faults.judge import Case, Outcome, Pool, findings, judge, late
+from tests.campaigns.faults.lane import Lane
+from tests.campaigns.faults.presets import PRESETS
+from tests.campaigns.faults.questions import Questions
 from tests.campaigns.faults.trials import Question, Trial
 
 QUESTION = Question("mira=427\nmira?", 9, "427\nkelo=093")
@@ -78,3 +89,22 @@ def test_a_pool_that_a_lease_has_held_is_late_but_no_leak() -> None:
     case = Case(RIGHT, pools=pools)
     assert findings(case) == []
     assert late(case) == ["prefill 48 blocks 5 s", "decode 3 blocks 8 s (until the dead one was replaced)"]
+
+
+async def test_a_block_that_stays_is_a_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block above the baseline is a leak; blocks that come back are timed."""
+    for held_s, counts, left_s, most in ((0.5, [2], None, 1), (60.0, [7, 1], 3.0, 6)):
+        used = iter(counts)
+
+        async def count(_: Lane, __: str, used: Iterator[int] = used, last: int = counts[-1]) -> int:
+            return next(used, last)
+
+        monkeypatch.setattr(Lane, "_used", count)
+        async with httpx.AsyncClient() as client:
+            lane = Lane(replace(PRESETS["tandem"], held_s=held_s), tmp_path, Questions({}), client)
+            lane.servers = {"prefill": SimpleNamespace(alive=lambda: True)}  # type: ignore[dict-item]
+            lane.baseline, lane.repair = {"prefill": 1}, asyncio.ensure_future(asyncio.sleep(0, {}))
+            await lane.repair
+            pool = await lane.pool("prefill", time.monotonic() - 3.0)
+        assert (pool.back_after_s is None, pool.most) == (left_s is None, most)
+        assert left_s is None or (pool.back_after_s or 0.0) > left_s

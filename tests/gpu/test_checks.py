@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from configs.settings.parsing import parse_settings
-from testing.trace import read_trace
 from tests.campaigns.gpu import __main__ as gpu_check
 from tests.campaigns.gpu.device import set_current
 from tests.campaigns.gpu.pair import Pair
-from tests.campaigns.gpu.programs import configuration, stages_ms
+from tests.campaigns.gpu.programs import configuration
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA GPU")
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,25 +64,6 @@ def test_engines_on_a_gpu(tmp_path: Path) -> None:
     assert [each.verdict for each in result] == ["ok"], result
 
 
-def test_without_a_gpu_the_checks_are_listed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The exit status is 0."""
-    monkeypatch.setattr(gpu_check, "gpus", list)
-    assert gpu_check.main([]) == 0
-    told = capsys.readouterr().out
-    assert "no NVIDIA GPU" in told
-    assert "layers come out in order" in told
-
-
-def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check that needs a missing package is skipped, and its result names the package."""
-    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None if name in ("nixl", "vllm") else object())
-    results = list(gpu_check.run(gpu_check.CONFORMANCE, "cpu"))
-    assert {(each.verdict, each.found) for each in results} == {("skipped", "needs nixl")}
-    assert len(results) == len(gpu_check.CONFORMANCE.names)
-
-
 def test_a_check_that_fails_is_told() -> None:
     """The result has the reason, and the exception does not end the run."""
 
@@ -100,24 +78,6 @@ def test_a_program_that_does_not_end_is_killed(tmp_path: Path) -> None:
     """The five minutes hold, and the report has the check."""
     (result,) = gpu_check.run(gpu_check.ENGINES, "cpu", tmp_path, give_up_at=0.0)
     assert (result.verdict, "-9" in result.found) == ("FAILED", True)
-
-
-def test_the_stages_of_a_handover() -> None:
-    """Medians of the prompts of 512 tokens in the trace of an H100, as docs/benchmarks.md says: the
-    digests take most of a handover.
-    """
-    transfers: list[list[dict[str, Any]]] = [[]]
-    for event in read_trace(ROOT / "benchmarks" / "results" / "h100_2026_11_27_trace_block_128.jsonl"):
-        transfers[-1].append(event)
-        transfers += [[]] if event["event"] == "received" else []
-    rows = [stages_ms(one) for one in transfers if {e["tokens"] for e in one if e["event"] == "chunk"} == {511}]
-    medians = {name: round(statistics.median(row[name] for row in rows), 1) for name in rows[0]}
-    assert medians == {
-        "chunk -> write": 4.8,
-        "write -> written": 0.1,
-        "written -> verified": 15.9,
-        "verified -> received": 0.1,
-    }
 
 
 def test_the_service_has_the_arguments_of_gpu_yaml(tmp_path: Path) -> None:

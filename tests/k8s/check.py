@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.k8s import kuberay, schemas, service
+from tests.k8s import schemas, service
 from tests.k8s.kustomize import Manifest, by_kubectl, render
 from tests.k8s.network import selects
 
@@ -22,7 +22,7 @@ def problems(manifests: list[Manifest]) -> list[str]:
         return found
     services = [one for one in manifests if one["kind"] == "RayService"]
     for one in services:
-        found += [f"{_called(one)}: {line}" for line in (*kuberay.problems(one), *service.problems(one))]
+        found += [f"{_called(one)}: {line}" for line in service.problems(one)]
     if len(services) != 1:
         return [*found, f"{len(services)} RayServices, not one"]
     return [*found, *_selectors(manifests), *_budgets(manifests, services[0])]
@@ -45,7 +45,7 @@ def pods(manifests: list[Manifest]) -> dict[str, dict[str, Any]]:
 
 
 def _pod(group: dict[str, Any], fewest: int) -> dict[str, Any]:
-    # KubeRay adds a group's Ray labels to its pods (test_recorded.py).
+    # KubeRay adds a group's Ray labels to its pods (recorded/).
     labels = {**group["template"]["metadata"].get("labels", {}), **group.get("labels", {})}
     ports = {one.get("name") for one in group["template"]["spec"]["containers"][0].get("ports", [])}
     return {"labels": labels, "fewest": fewest, "ports": ports}

@@ -17,7 +17,6 @@ from configs.settings.base import SettingsError
 from configs.settings.deployment import PlacementSettings, RoleSettings
 from configs.settings.router import RouterSettings
 from configs.settings.service import ServiceSettings
-from tests.k8s.kuberay import environment
 from tests.k8s.quantity import amount
 
 ROLES = ("router", "prefill", "decode")
@@ -31,6 +30,11 @@ KEEPALIVE_S = 120
 CUT_OFF_NODE_S = KEEPALIVE_S + 600
 # Ports that network-policies.yaml admits for the data-parallel ranks of a replica.
 RANK_PORTS = 16
+
+
+def environment(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of the Ray container, which is the first container."""
+    return {one["name"]: one for one in group["template"]["spec"]["containers"][0].get("env", [])}
 
 
 def problems(service: dict[str, Any]) -> list[str]:

@@ -1,6 +1,4 @@
-"""Every shipped manifest, rendered by its overlay, fits the schemas, KubeRay's rules and the
-settings.
-"""
+"""Every shipped manifest, rendered by its overlay, fits the schemas and the settings."""
 
 from __future__ import annotations
 
@@ -13,9 +11,8 @@ import pytest
 import yaml
 
 from tests.k8s.check import DIRECTORIES, ROOT, only, pods, problems
-from tests.k8s.kuberay import environment
 from tests.k8s.kustomize import Manifest, by_kubectl, render
-from tests.k8s.service import ROLES, _volume, embedded
+from tests.k8s.service import ROLES, _volume, embedded, environment
 
 READ_ONLY_ROOT, MODEL_CACHE = (ROOT / "components" / name for name in ("read-only-root", "model-cache"))
 """Components that no overlay uses."""

@@ -11,6 +11,10 @@ from tests.k8s.recorded import labels
 from tests.k8s.service import RANK_PORTS
 
 RAY = (6379, 6380, 6381, 6382, 6383, 8265, 10010, 10999, 52365)
+RAY_PORTS = (
+    *("object-manager-port", "node-manager-port", "runtime-env-agent-port", "dashboard-agent-grpc-port"),
+    *("dashboard-agent-listen-port", "metrics-export-port", "min-worker-port", "max-worker-port"),
+)
 NIXL, HTTP, RAY_METRICS, REDIS, ROUTER = (20000, 20999), 8000, 8080, 6379, 8100
 SIDE_CHANNEL, RPC = (5600, 5600 + RANK_PORTS - 1), (5700, 5700 + RANK_PORTS - 1)
 AROUND = (5599, 5600 + RANK_PORTS, 5699, 5700 + RANK_PORTS)
@@ -45,8 +49,20 @@ def policies(manifests: list[Manifest]) -> list[Manifest]:
 @pytest.fixture
 def tandem(manifests: list[Manifest]) -> dict[str, Pod]:
     """Return the service's own pods, with the labels that KubeRay gave them."""
-    assert set(pods(manifests)) == {*NODES, "tandem-redis"}
+    made = pods(manifests)
+    assert set(made) == {*NODES, "tandem-redis"}
+    assert all(made[name]["labels"].items() <= labels(name).items() for name in NODES)
     return {name: Pod(labels(name)) for name in NODES} | {"redis": Pod(pods(manifests)["tandem-redis"]["labels"])}
+
+
+def test_the_nodes_have_the_ports_of_the_policies(manifests: list[Manifest]) -> None:
+    """Ray would choose others at random."""
+    (service,) = only(manifests, "RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        given = {key: int(value) for key, value in group["rayStartParams"].items() if key.endswith("port")}
+        assert set(given) == set(RAY_PORTS)
+        assert set(given.values()) <= {*RAY, RAY_METRICS}
 
 
 def test_between_the_services_own_pods(policies: list[Manifest], tandem: dict[str, Pod]) -> None:

@@ -155,21 +155,6 @@ def fill_distinct(engine: Sequence[Rank], shape: Shape) -> None:
                 view[...] = content[region_of[pages.address]][:, rank.heads]
 
 
-def oracle_copy(producers: Sequence[Rank], consumers: Sequence[Rank], moves: Sequence[Moves]) -> None:
-    """Transfer row by row: every (layer, head, row) of every requested block, from a rank that
-    has it.
-    """
-    for consumer in consumers:
-        for move in moves:
-            for layer, dst in enumerate(consumer.views[move.group]):
-                for at, head in enumerate(consumer.heads):
-                    source = next(rank for rank in producers if head in rank.heads)
-                    src, src_at = source.views[move.group][layer], source.heads.index(head)
-                    for src_id, dst_id in zip(move.src_ids.tolist(), move.dst_ids.tolist(), strict=True):
-                        for row in range(dst.shape[2]):
-                            dst[dst_id, at, row] = src[src_id, src_at, row]
-
-
 def execute(runs: Runs) -> None:
     for dst, src, length in zip(runs.dst.tolist(), runs.src.tolist(), runs.length.tolist(), strict=True):
         ctypes.memmove(dst, src, length)

@@ -8,7 +8,6 @@ packed rows, kernel blocks, padding, shared tensors), the prompt, its chunks and
 """
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from random import Random
@@ -17,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planning.oracle import check_case, first_needed, held, unit_tokens
+from tests.planning.oracle import check_case
 from tests.planning.oracle_cases import KINDS, Case, Sizes, make_case
 
 TP_SIZES = range(1, 9)
@@ -77,43 +76,3 @@ def test_any_layout_equals_the_oracle(case: Case) -> None:
 
 
 # ---- the oracle itself -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("tp", "kv_heads", "heads_by_rank"),
-    [
-        (2, 3, [(0,), (1, 2)]),
-        (3, 8, [(0, 1), (2, 3, 4), (5, 6, 7)]),
-        (4, 2, [(0,), (0,), (1,), (1,)]),
-        (5, 12, [(0, 1), (2, 3), (4, 5, 6), (7, 8), (9, 10, 11)]),
-        (8, 3, [(0,), (0,), (0,), (1,), (1,), (1,), (2,), (2,)]),
-    ],
-)
-def test_the_oracle_deals_heads(tp: int, kv_heads: int, heads_by_rank: list[tuple[int, ...]]) -> None:
-    assert [held(rank, tp, kv_heads) for rank in range(tp)] == heads_by_rank
-
-
-@pytest.mark.skipif(not WHOLE, reason="makes all cases; the campaign plans checks it")
-def test_the_grid_has_all_that_may_differ() -> None:
-    """Each (kind, producer's and consumer's block size) occurs, and every option is frequent."""
-    seen: Counter[object] = Counter()
-    for case in grid(7):
-        for group, kind in enumerate(case.kinds):
-            ours, theirs = case.producer.groups[group], case.consumer.groups[group]
-            first = first_needed(kind, case.windows[group], case.end)
-            seen["units", case.end % unit_tokens(case, group) > 0] += 1
-            seen["null blocks", first >= ours.block_tokens] += 1
-            seen["a window begins inside a unit", first % unit_tokens(case, group) > 0] += 1
-            packed = case.parts[group][0].row_tokens == 16
-            seen["packed rows, other block size", packed and ours.block_tokens != theirs.block_tokens] += 1
-            seen["kernel blocks", ours.kernel_blocks > 1, theirs.kernel_blocks > 1] += 1
-            seen[case.thorough, kind, ours.block_tokens, theirs.block_tokens] += 1
-            seen["layers differ", ours.orders != theirs.orders, len(set(ours.orders)) > 1] += 1
-            seen["padded", any(map(any, ours.gaps)), any(map(any, theirs.gaps))] += 1
-        seen["shared", case.producer.shared, case.consumer.shared] += 1
-        seen["prefix hit", case.start > 0] += 1
-        seen["layerwise", case.layerwise] += 1
-        seen["prompt ends", case.prompt - case.end] += 1
-    assert {(True, kind, *sizes) for kind in KINDS for sizes in BLOCK_SIZES} <= seen.keys()
-    assert all(count >= 10 for count in seen.values()), seen
-    assert len([key for key in seen if isinstance(key, tuple) and key[0] == "kernel blocks"]) == 4

@@ -52,30 +52,6 @@ class IgnoresPreemption(ExplorableProducer):
         return []
 
 
-class IgnoresTheFence(ExplorableProducer):
-    """A producer that sends Fin for writes which read blocks of another request."""
-
-    def fenced(self, request_id: str, now: float) -> list[ProducerAction]:
-        self._by_request[request_id].computed_tokens = 0
-        return []
-
-
-class NeverExpires(ExplorableProducer):
-    """A producer whose leases do not end."""
-
-    def tick(self, now: float) -> list[ProducerAction]:
-        return []
-
-
-class ForgetsNumbers(ExplorableProducer):
-    """A producer for which a late offer is new."""
-
-    def tick(self, now: float) -> list[ProducerAction]:
-        actions = super().tick(now)
-        self._overtaken.clear()
-        return actions
-
-
 class FreesAfterADeadline(ExplorableConsumer):
     """A quarantine that a deadline ends."""
 
@@ -87,25 +63,11 @@ class FreesAfterADeadline(ExplorableConsumer):
         return actions
 
 
-class NeverFrees(ExplorableConsumer):
-    """A quarantine that nothing ends."""
-
-    def _end_if_over(self, reception: Any, now: float) -> list[ConsumerAction]:
-        return [] if reception.stage.name == "QUARANTINE" else super()._end_if_over(reception, now)
-
-
 class WaitsForTheAnswer(ExplorableConsumer):
     """Blocks in quarantine without a report to the request."""
 
     def _unanswered(self, reception: Any, now: float) -> list[ConsumerAction]:
         return [action for action in super()._unanswered(reception, now) if not isinstance(action, Received)]
-
-
-class HasNoDeadlines(ExplorableConsumer):
-    """A consumer that waits forever."""
-
-    def tick(self, now: float) -> list[ConsumerAction]:
-        return []
 
 
 class IgnoresDeaths(ExplorableConsumer):
@@ -123,13 +85,8 @@ QUARANTINED: dict[str, Any] = {"drop": 1, "abort": 1, "early": NEVER}
     [
         (AnswersAtOnce, "plain", {"abort": 1}, "while a write for it is in flight"),
         (IgnoresPreemption, "preempted", {}, "was told ok, but"),
-        (IgnoresTheFence, "preempted", {}, "was told ok, but"),
-        (NeverExpires, "plain", {"abort": 1}, "at the end prefill"),
-        (ForgetsNumbers, "plain", {"abort": 1, "early": NEVER}, "a write or a comparison is in progress"),
         (FreesAfterADeadline, "plain", QUARANTINED, "have not answered"),
-        (NeverFrees, "plain", QUARANTINED, "at the end decode"),
         (WaitsForTheAnswer, "plain", QUARANTINED, "not in quarantine"),
-        (HasNoDeadlines, "plain", {"drop": 1}, "at the end decode"),
         (IgnoresDeaths, "plain", {"crash_prefill": 1}, "at the end"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",

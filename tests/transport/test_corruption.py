@@ -15,6 +15,7 @@ import xxhash
 
 from connectors.errors import PlanError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
+from connectors.transport.device_digest import DeviceMemory
 from connectors.transport.digest import HostMemory
 from tests.campaigns.corruption import DAMAGES, Scene, Transfer, draw_scene
 
@@ -25,8 +26,12 @@ SCENES = 120
 
 @pytest.fixture(scope="module")
 def scenes() -> list[Scene]:
-    """Pairs of engines that are reused: every transfer changes their content."""
-    return [draw_scene(np.random.default_rng([1, seed])) for seed in range(SCENES)]
+    """Pairs of engines that are reused: every transfer changes their content.
+
+    Some compute digests as a device does.
+    """
+    memories = (DeviceMemory, *[HostMemory] * 5)
+    return [draw_scene(np.random.default_rng([1, seed]), memories[seed % 6]) for seed in range(SCENES)]
 
 
 @pytest.mark.parametrize("kind", DAMAGES)

@@ -14,7 +14,6 @@ from connectors.errors import ConfigurationError, PlanError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.transport.device_digest import KEYS, SEGMENT_BYTES, CacheMemory, DeviceMemory
 from connectors.transport.digest import HostMemory
-from tests.campaigns.corruption import DAMAGES, Scene, Transfer, draw_scene
 
 FIRST_KEYS = (0xA03A6DACB97B8DE3, 0x2331CC9914ADBED3, 0x4DD628C2D90F9E3D)
 LAST_KEY = 0xA2DF665AA72F35C9
@@ -112,24 +111,6 @@ def test_every_change_of_one_bit_is_found() -> None:
         content[bit // 8] ^= 1 << bit % 8
         assert sums_of(bytes(content)) != before
         content[bit // 8] ^= 1 << bit % 8
-
-
-@pytest.fixture(scope="module")
-def scenes() -> list[Scene]:
-    return [draw_scene(np.random.default_rng([4, seed]), DeviceMemory) for seed in range(24)]
-
-
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_every_corruption_is_caught(kind: str, scenes: list[Scene]) -> None:
-    """The digest detects the damage of the campaign ``corruption``; undamaged transfers pass."""
-    damage = DAMAGES[kind]
-    fitting = [scene for scene in scenes if len(scene.consumer.heads) >= damage.heads]
-    for seed in range(2 * len(fitting)):
-        transfer = Transfer.draw(fitting[seed % len(fitting)], np.random.default_rng([5, seed]), damage.units)
-        said = transfer.run()
-        assert transfer.found() == said
-        damage.do(transfer)
-        assert transfer.found() != said, f"seed {seed}"
 
 
 def test_what_both_ends_use_depends_on_both() -> None:

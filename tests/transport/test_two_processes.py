@@ -25,21 +25,13 @@ POLL_S = 0.0005
 """Interval of polls for messages: NIXL delivers messages only during a call."""
 
 
-def first_messages(transport: Any) -> list[tuple[str, bytes]]:
-    """Return the first messages; wait for them at most TIMEOUT_S."""
+def until(done: Callable[[], Any]) -> Any:
+    """Return the first true result; wait for it at most TIMEOUT_S."""
     give_up_at = time.monotonic() + TIMEOUT_S
-    while not (heard := transport.notifications()):
+    while not (found := done()):
         assert time.monotonic() < give_up_at
         time.sleep(POLL_S)
-    return heard
-
-
-def until_done(transport: Any, handle: int) -> None:
-    """Poll a write until it is done, at most TIMEOUT_S."""
-    give_up_at = time.monotonic() + TIMEOUT_S
-    while not transport.poll(handle):
-        assert time.monotonic() < give_up_at
-        time.sleep(POLL_S)
+    return found
 
 
 def receiver(pipe: Connection) -> None:
@@ -52,7 +44,7 @@ def receiver(pipe: Connection) -> None:
     transport = NixlTransport("receiver/0", devices=("lo",))
     transport.register([Region(memory.ctypes.data, memory.nbytes, MemoryKind("DRAM", 0))])
     pipe.send((transport.metadata(), memory.ctypes.data))
-    first_messages(transport)
+    until(transport.notifications)
     pipe.send(hashlib.blake2b(memory.data).hexdigest())
     pipe.recv()
     transport.close()
@@ -133,8 +125,8 @@ def reached(pipe: Connection) -> None:
 
     transport = NixlTransport("theirs/0", devices=("lo",))
     pipe.send(transport.metadata())
-    pipe.send(first_messages(transport))
-    pipe.send(first_messages(transport))
+    pipe.send(until(transport.notifications))
+    pipe.send(until(transport.notifications))
 
 
 def cut_off(pipe: Connection) -> None:
@@ -195,10 +187,7 @@ def test_a_write_to_a_process_that_ends_is_a_failed_write() -> None:
             metadata, address = child.report()
             peer = transport.add_peer(metadata)
             transport.notify(peer, b"first contact")
-            give_up_at = time.monotonic() + TIMEOUT_S
-            while not child.pipe.poll(POLL_S):
-                transport.notifications()
-                assert time.monotonic() < give_up_at
+            until(lambda: (transport.notifications(), child.pipe.poll())[1])
             assert child.process.pid is not None
             os.kill(child.process.pid, signal.SIGSTOP)
             runs = Runs(*(np.array([value], np.int64) for value in (memory.ctypes.data, address, memory.nbytes)))
@@ -206,7 +195,7 @@ def test_a_write_to_a_process_that_ends_is_a_failed_write() -> None:
             assert not transport.poll(handle)
             child.process.kill()
             with pytest.raises(FailedWriteError, match="receiver/0"):
-                until_done(transport, handle)
+                until(lambda: transport.poll(handle))
             with pytest.raises(FailedWriteError, match="receiver/0"):  # the connection is known to be broken
                 transport.write(peer, runs, memory_kind, memory_kind)
         finally:

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 
@@ -21,7 +21,7 @@ from tests.campaigns.differential.features import feature_cases, prompt_cases, s
 from tests.campaigns.differential.messages import message_cases
 from tests.campaigns.differential.others import cache_cases, named_cases, route_cases, token_cases
 from tests.campaigns.differential.pair import pair_of_servers
-from tests.campaigns.differential.random_streams import stopped_at, stream_cases
+from tests.campaigns.differential.random_streams import stream_cases
 from tests.campaigns.differential.wrong import broken_cases, wrong_cases
 from tests.campaigns.runner import Report
 
@@ -44,17 +44,11 @@ LIMITS = httpx.Limits(max_keepalive_connections=0)
 closed it.
 """
 
-Events = Literal["equal", "joined", "other"]
-
 
 @dataclass(frozen=True)
 class Outcome:
     """Outcome of one case: `statuses` of the single server, route of the service's last answer,
-    differences.
-
-    ``features``  those of the case, and where a stop string ended the stream
-    ``events``    of random streams: `equal` one for one, `joined` if either side has joined some,
-                  `other` if they do not correspond
+    differences; of random streams whether their events are equal one for one, and not joined.
     """
 
     case: Case
@@ -63,8 +57,7 @@ class Outcome:
     reason: str
     differences: tuple[str, ...]
     first_token: str = ""
-    features: tuple[str, ...] = ()
-    events: Events | None = None
+    equal_events: bool = False
 
 
 def all_cases(only: str = "") -> Iterator[tuple[str, Case]]:
@@ -87,8 +80,8 @@ async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient
     """Send `case` to both sides and compare."""
     found: list[str] = []
     statuses = []
-    route = reason = sampled_by = stopped = ""
-    events: Events | None = None
+    route = reason = sampled_by = ""
+    equal = False
     for index, request in enumerate(case.requests):
         (one, _), (other, headers) = await asyncio.gather(ask(single, request), ask(service, request))
         statuses.append(one.status)
@@ -97,10 +90,9 @@ async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient
         expected, said = read(one, case.exact_ids), read(other, case.exact_ids)
         lines = differences(expected, said)
         if case.features:
-            stopped = stopped_at(expected)
             groups = event_groups(one, other)
-            events = "equal" if set(groups) == {(1, 1)} else "joined" if all(map(all, groups)) else "other"
-            if events == "other":
+            equal = set(groups) == {(1, 1)}
+            if not all(map(all, groups)):
                 found.append(f"events do not correspond, in groups {groups}")
         if not one.status and case.unanswered and 0 < other.status < 500:
             continue
@@ -117,8 +109,7 @@ async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient
         found.append(f"route: expected {case.route}, was {route!r} ({reason})")
     if route == "local" and not reason:
         found.append("served by decode alone, without a reason")
-    features = (*case.features, stopped) if stopped else case.features
-    return Outcome(case, tuple(statuses), route, reason, tuple(found), sampled_by, features, events)
+    return Outcome(case, tuple(statuses), route, reason, tuple(found), sampled_by, equal)
 
 
 async def play_all(
@@ -137,22 +128,6 @@ async def play_all(
         return [*together, *[await one(group, case) for group, case in cases if case.alone]]
 
 
-def by_feature(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
-    """Return a row of each feature of random streams: `grammar, regex` counts in `grammar` too."""
-    rows = [{"all"} | {part for name in one.features for part in (name, name.partition(",")[0])} for one in outcomes]
-    for name in ["all", *sorted(set().union(*rows) - {"all"})]:
-        mine = [outcome for outcome, row in zip(outcomes, rows, strict=True) if name in row]
-        events = Counter(outcome.events for outcome in mine)
-        yield {
-            "feature": name,
-            "streams": len(mine),
-            "first_tokens_of": Counter(outcome.first_token for outcome in mine),
-            "equal_events": events["equal"],
-            "joined_events": events["joined"],
-            "differ": sum(bool(outcome.differences) for outcome in mine),
-        }
-
-
 def _report(report: Report, outcomes: Sequence[tuple[str, Outcome]]) -> None:
     for group in dict.fromkeys(group for group, _ in outcomes):
         mine = [outcome for name, outcome in outcomes if name == group]
@@ -160,9 +135,9 @@ def _report(report: Report, outcomes: Sequence[tuple[str, Outcome]]) -> None:
         ways = Counter(outcome.route for outcome in mine if outcome.route)
         differ = sum(bool(outcome.differences) for outcome in mine)
         report.row(group=group, cases=len(mine), answered=answered, routes=ways, differ=differ)
-    random_streams = [outcome for _, outcome in outcomes if outcome.features]
-    for row in by_feature(random_streams) if random_streams else ():
-        report.row(**row)
+    if streams := [outcome for _, outcome in outcomes if outcome.case.features]:
+        first = Counter(outcome.first_token for outcome in streams)
+        report.row(streams=len(streams), first_tokens=first, equal_events=sum(one.equal_events for one in streams))
     for group, one in outcomes:
         for line in one.differences[:12]:
             report.problem(f"{group}: {one.case.name} (HTTP {one.statuses[-1]}, {one.route} {one.reason}): {line}")

@@ -1,23 +1,17 @@
 """Kill decode engines under streams, which must go on as if nothing had happened.
 
 One prefill and two decode replicas, and one vLLM server as the reference. Each round opens streams
-at once, and kills the core or the actor of a decode engine by SIGKILL at a given moment. In two of
-three rounds of `seam_deaths` the engine is stopped (SIGSTOP) at that moment, and killed QUIET_S
-after the last byte that any client received, so none of its tokens is on its way.
+at once, and kills the core or the actor of a decode engine by SIGKILL when all clients together
+have received some tokens: with prefill's first tokens, often before decode's second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
-from random import Random
 from typing import Any
 
 import httpx
@@ -38,7 +32,6 @@ SEPARATE = {name: value for name, value in FRONTEND.items() if name != "enable_p
 engine (docs/decisions/0011).
 """
 
-QUIET_S = 1.0
 GONE_S = 60.0
 REQUEST_ID = "x-request-id"
 
@@ -51,7 +44,6 @@ class Stream:
     body: bytes = b""
     status: int = 0
     content_type: str = ""
-    sampled_by: str = ""
     tokens: int = 0
     ended: bool = False
 
@@ -79,66 +71,37 @@ def kind_cases() -> Iterator[Case]:
     """Yield the kinds of streams that can resume, again and again."""
     for name in cycle(KINDS):
         path, body = KINDS[name]
-        yield Case(name, (request(path, body, JSON_TYPE),), features=(name,))
+        yield Case(name, (request(path, body, JSON_TYPE),))
 
 
 @dataclass
 class Blow:
-    """Stop and kill of one engine during the streams, and the tokens that each client had then.
+    """The kill of the engine that has computed most since the streams were sent.
 
-    ``due``  whether the moment has come
+    ``at``   tokens of all clients together
+    ``had``  requests that were open then
     """
 
     streams: Sequence[Stream]
     engines: Sequence[EngineProcess]
     victim: str
-    stops: bool
-    due: Callable[[], bool]
-    had: dict[str, int] = field(default_factory=dict)
-    killed: EngineProcess | None = None
+    at: int
+    had: set[str] = field(default_factory=set)
     processes: list[psutil.Process] = field(default_factory=list)
-    _heard_at: float = 0.0
 
     def __post_init__(self) -> None:
         self._busy_s = [engine.busy_s for engine in self.engines]
 
     def heard(self) -> None:
-        """Record that a client has received data; strike if the moment has come."""
-        self._heard_at = time.monotonic()
-        if self.killed is None and self.due():
-            self._choose()
-            if self.stops:
-                self._signal(signal.SIGSTOP)
-            else:
-                self._kill()
-
-    async def until_killed(self) -> None:
-        """Wait for the kill; strike in any case once all streams have ended."""
-        while not self.had:
-            await asyncio.sleep(0.02)
-            quiet = self.stops and self.killed and time.monotonic() - self._heard_at > QUIET_S
-            if quiet or all(stream.ended for stream in self.streams):
-                self._kill()
-
-    def _choose(self) -> None:
-        """Choose the engine that has computed most since the streams were sent."""
+        """Strike if the moment has come; in any case once all streams have ended."""
+        ended = all(stream.ended for stream in self.streams)
+        if self.processes or not (ended or sum(stream.tokens for stream in self.streams) >= self.at):
+            return
         grown = [engine.busy_s - before for engine, before in zip(self.engines, self._busy_s, strict=True)]
-        self.killed = self.engines[grown.index(max(grown))]
-        self.processes = [self.killed.actor, *self.killed.computing]
-
-    def _kill(self) -> None:
-        if self.killed is None:
-            self._choose()
-        assert self.killed is not None
-        self.had = {stream.request_id: stream.tokens for stream in self.streams if not stream.ended} or {"": 0}
-        getattr(self.killed, self.victim).kill()
-        if self.stops:
-            self._signal(signal.SIGCONT)  # a stopped process does not notice that its parent has ended
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self.processes[1:]:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+        engine = self.engines[grown.index(max(grown))]
+        self.processes = [engine.actor, *engine.computing]
+        self.had = {stream.request_id for stream in self.streams if not stream.ended}
+        getattr(engine, self.victim).kill()
 
 
 async def _follow(http: httpx.AsyncClient, stream: Stream, heard: Callable[[], None]) -> None:
@@ -147,7 +110,6 @@ async def _follow(http: httpx.AsyncClient, stream: Stream, heard: Callable[[], N
     try:
         async with http.stream("POST", one.path, content=one.content, headers=one.headers) as reply:
             stream.status, stream.content_type = reply.status_code, reply.headers.get("content-type", "")
-            stream.sampled_by = reply.headers.get("x-tandem-first-token", "")
             async for some in reply.aiter_raw():
                 stream.body += some
                 stream.tokens = tokens_of(stream.body)
@@ -171,45 +133,8 @@ async def _references(single: httpx.AsyncClient, cases: Iterator[Case], count: i
     return found
 
 
-@dataclass(frozen=True)
-class Plan:
-    """``rounds`` of ``streams`` at once from ``cases``.
-
-    ``at``     number of tokens by round: of all clients together, or of clients that have any
-    ``stops``  whether the engine is stopped before the kill, by round
-    """
-
-    cases: Iterator[Case]
-    rounds: int
-    streams: int
-    at: Callable[[int], int]
-    stops: Callable[[int], bool]
-    clients: bool
-
-
-async def _play(report: Report, pair: PairOfServers, plan: Plan) -> None:
-    victims = cycle(("core", "core", "core", "actor"))
-    opened = 0
-    async with (
-        httpx.AsyncClient(base_url=pair.single_url, timeout=TIMEOUT_S, limits=LIMITS) as single,
-        httpx.AsyncClient(base_url=pair.service.url, timeout=TIMEOUT_S, limits=LIMITS) as http,
-    ):
-        for number in range(plan.rounds):
-            known = await _references(single, plan.cases, plan.streams)
-            opened += await _round(report, pair.service, http, plan, number, known, next(victims))
-    report.check(opened, "no killed engine had a stream with exactly the tokens of the seam")
-
-
-async def _round(
-    report: Report,
-    service: Any,
-    http: httpx.AsyncClient,
-    plan: Plan,
-    number: int,
-    known: Sequence[tuple[Case, Reply]],
-    victim: str,
-) -> int:
-    """Open all streams, kill an engine, compare; return the number of streams at the seam."""
+async def _round(report: Report, service: Any, http: httpx.AsyncClient, known: Any, **row: Any) -> int:
+    """Open all streams, kill an engine, compare; return the streams that it had not finished."""
     url = service.url
 
     def both() -> list[EngineProcess]:
@@ -226,59 +151,47 @@ async def _round(
     engines = await asyncio.to_thread(until, both, "two decode engines serve")
     before, resumed_before = await asyncio.to_thread(decodes), await asyncio.to_thread(resumed)
     streams = [Stream(case) for case, _ in known]
-
-    def due() -> bool:
-        counts = [stream.tokens for stream in streams]
-        return (sum(map(bool, counts)) if plan.clients else sum(counts)) >= plan.at(number)
-
-    blow = Blow(streams, engines, victim, plan.stops(number), due)
-    following = [asyncio.create_task(_follow(http, stream, blow.heard)) for stream in streams]
-    await blow.until_killed()
-    await asyncio.gather(*following)
+    blow = Blow(streams, engines, row["victim"], row["at"])
+    await asyncio.gather(*(_follow(http, stream, blow.heard) for stream in streams))
     _, left = await asyncio.to_thread(psutil.wait_procs, blow.processes, GONE_S)
     more = await asyncio.to_thread(resumed) - resumed_before
-    shown = await asyncio.to_thread(status, url)
-    served_by = {one["request_id"]: one["decode"] for one in shown["recent"]}
+    served_by = {one["request_id"]: one["decode"] for one in (await asyncio.to_thread(status, url))["recent"]}
     (gone,) = await asyncio.to_thread(
         until, lambda: len(lost := before - decodes()) == 1 and lost, "the dead one", GONE_S
     )
-    its = [one for one in streams if one.request_id in blow.had and served_by.get(one.request_id) == gone]
-    # An open seam: the client has exactly prefill's first token, and decode's second is missing.
-    seams = [one for one in its if blow.had[one.request_id] == 1 and one.sampled_by == "prefill"]
+    unfinished = sum(served_by.get(request_id) == gone for request_id in blow.had)
     differ = 0
     for stream, (_, reply) in zip(streams, known, strict=True):
         lines = differences(read(reply), read(Reply(stream.status, stream.content_type, stream.body)))
         differ += bool(lines)
         for line in lines[:6]:
-            report.problem(f"round {number}, {stream.case.name}: {line}")
-    report.equal(f"round {number}: processes of the killed engine left", [str(one) for one in left], [])
-    report.row(
-        round=number, victim=victim, stopped=plan.stops(number), at=plan.at(number), streams=len(streams),
-        unfinished=len(its), open_seams=len(seams), resumed=more, differ=differ,
-        features=sorted({name for one in its for name in one.case.features}),
-    )  # fmt: skip
-    return len(seams) if plan.clients else len(its)
+            report.problem(f"{row}, {stream.case.name}: {line}")
+    report.equal(f"{row}: processes of the killed engine left", [str(one) for one in left], [])
+    report.row(**row, streams=len(streams), unfinished=unfinished, resumed=more, differ=differ)
+    return unfinished
 
 
-def seam_deaths(
-    report: Report, *, kills: int = 100, count: int = 16, tp: str = "1:1", seed: int = 1, damage: float = 0.0
-) -> None:
-    """``count`` random streams a round, killed when some clients have prefill's first token."""
-    rng = Random(f"seam deaths {seed}")
-    moments = [rng.randint(1, count // 2 if number % 3 else count) for number in range(kills)]
+async def _play(report: Report, pair: PairOfServers, cases: Iterator[Case], kills: int, count: int, last: int) -> None:
+    victims, unfinished = cycle(("core", "core", "core", "actor")), 0
+    async with (
+        httpx.AsyncClient(base_url=pair.single_url, timeout=TIMEOUT_S, limits=LIMITS) as single,
+        httpx.AsyncClient(base_url=pair.service.url, timeout=TIMEOUT_S, limits=LIMITS) as http,
+    ):
+        for number in range(kills):
+            known = await _references(single, cases, count)
+            row = {"first_token": pair.first_token, "victim": next(victims), "at": 1 + number * last // kills}
+            unfinished += await _round(report, pair.service, http, known, **row)
+    report.check(unfinished, "no killed engine had a stream")
+
+
+def streams(report: Report, *, kills: int = 40, seed: int = 1, damage: float = 0.0) -> None:
+    """Four streams of every kind a round, killed at the 1st to 120th token of them all; then 16
+    random ones, whose first tokens are prefill's, at the 1st to 16th.
+    """
     several = (case for case in stream_cases(10**6, seed) if "max_tokens 1" not in case.features)
-    cases = (named(case, number) for number, case in enumerate(several))
-    plan = Plan(cases, kills, count, moments.__getitem__, lambda number: number % 3 > 0, clients=True)
-    with pair_of_servers(
-        report.folder, damage, first_token="prefill", decode_replicas=2, frontend=SEPARATE, tp=tp
-    ) as pair:
-        asyncio.run(_play(report, pair, plan))
-
-
-def streams(report: Report, *, kills: int = 40, count: int = 4, damage: float = 0.0) -> None:
-    """``count`` streams of other kinds a round, killed at the 1st, 2nd, 3rd … token of them all."""
-    cases = (named(case, number) for number, case in enumerate(kind_cases()))
-    step = max(1, 120 // kills)
-    plan = Plan(cases, kills, count, lambda number: 1 + number * step, lambda _: False, clients=False)
-    with pair_of_servers(report.folder, damage, decode_replicas=2, frontend=SEPARATE) as pair:
-        asyncio.run(_play(report, pair, plan))
+    for first_token, cases, count, last in (("decode", kind_cases(), 4, 120), ("prefill", several, 16, 16)):
+        numbered = (named(case, number) for number, case in enumerate(cases))
+        folder = report.folder / first_token
+        folder.mkdir()
+        with pair_of_servers(folder, damage, first_token=first_token, decode_replicas=2, frontend=SEPARATE) as pair:
+            asyncio.run(_play(report, pair, numbered, kills, count, last))

@@ -1,13 +1,10 @@
-"""The demo model for both sides, with tokens that mark reasoning, or damaged."""
+"""The demo model for both sides, with tokens that mark reasoning."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-
-import torch
-from safetensors.torch import load_file, save_file
 
 from configs.settings.service import DEMO_MODEL_DIR
 
@@ -16,8 +13,6 @@ THINK_ID, THOUGHT_ID = 518, 519
 """The first two ids beyond the demo tokenizer's; the model has untrained rows
 for them.
 """
-
-DAMAGED = "model.layers.2.self_attn.v_proj.weight"
 
 
 def thinking_model(folder: Path) -> Path:
@@ -33,15 +28,3 @@ def thinking_model(folder: Path) -> Path:
         tokenizer["added_tokens"].append({"id": index, "content": token, **flags})
     path.write_text(json.dumps(tokenizer))
     return model
-
-
-def add_noise(model: Path, share: float) -> None:
-    """Add noise to one value projection, `share` as large as its own entries: another checkpoint
-    of the same shape.
-    """
-    path = model / "model.safetensors"
-    weights = load_file(path)
-    matrix = weights[DAMAGED]
-    noise = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(1))
-    weights[DAMAGED] = matrix + share * matrix.std() * noise
-    save_file(weights, path, metadata={"format": "pt"})

@@ -14,10 +14,11 @@ from typing import Any
 
 from configs.settings.service import DEMO_MODEL_DIR, DEMO_SERVED_NAME
 from testing.adapters import lora_adapter
+from testing.models import damaged
 from testing.ports import free_port
 from testing.service_process import ServiceProcess, write_config
 from testing.vllm_server import start_module, stop, wait_until_up
-from tests.campaigns.differential.model import add_noise, thinking_model
+from tests.campaigns.differential.model import thinking_model
 
 ADAPTER = "tandem-lora"
 """The name under which clients ask for the adapter."""
@@ -123,9 +124,7 @@ def pair_of_servers(folder: Path, damage: float = 0.0, **options: Any) -> Iterat
     """Run both sides; with ``damage`` the single server has another checkpoint."""
     model = single = thinking_model(folder)
     if damage:
-        (folder / "other").mkdir()
-        single = thinking_model(folder / "other")
-        add_noise(single, damage)
+        single = Path(damaged(str(model), damage))
     pair = PairOfServers(folder, model, single, **options)
     try:
         pair.start()

@@ -15,8 +15,7 @@ from typing import Any
 
 from configs.settings.service import DEMO_SERVED_NAME
 from testing.facts import RecallPrompt, make_prompt
-from tests.campaigns.differential.answers import Answer
-from tests.campaigns.differential.cases import CHAT, COMPLETIONS, Case, decode, encode, request
+from tests.campaigns.differential.cases import CHAT, COMPLETIONS, Case, encode, request
 from tests.campaigns.differential.features import CALL, GRAMMAR, OTHER_TOOL, SCHEMA, TOOL, Fields
 from tests.campaigns.differential.model import THOUGHT_ID
 
@@ -199,17 +198,3 @@ def with_fields(case: Case, **fields: Any) -> Case:
         replace(one, content=json.dumps({**json.loads(one.content), **fields}).encode()) for one in case.requests
     )
     return replace(case, requests=requests)
-
-
-def stopped_at(answer: Answer) -> str:
-    """Return where a stop string ended a stream with token ids, relative to the seam; else ''."""
-    choices: Any = answer.says.get("choices") if isinstance(answer.says, dict) else None
-    choice = choices.get("0", {}) if choices else {}
-    stop, tokens = choice.get("stop_reason"), choice.get("token_ids")
-    if not isinstance(stop, str) or not tokens:
-        return ""
-    first, whole = decode(tokens[:1]), decode(tokens)
-    begins = whole.rfind(stop)
-    if begins + len(stop) <= len(first):
-        return "stopped at the first token"
-    return "stopped across the seam" if begins < len(first) else "stopped after the seam"

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 import httpx
 
 from testing.service_process import write_config
-from tests.campaigns.hosts import nixl_on_two_hosts
 from tests.campaigns.hosts.two_hosts import BACK, TwoHosts
 from tests.campaigns.hosts.two_hosts import two_hosts as started
 from tests.campaigns.runner import Report
@@ -147,11 +146,7 @@ class World:
         self.clients.judge(self.report)
 
 
-def two_hosts(report: Report, *, only: str = "", damage: float = 0.0) -> None:
-    """``only``: `nixl` (no service) or `service`."""
-    if only in ("", "nixl"):
-        nixl_on_two_hosts.play(report)
-    if only in ("", "service"):
-        config = write_config("two-hosts.yaml", report.folder, transfer=TRANSFER, router=ROUTER)
-        with started(config, RATE, **RAY) as service:
-            asyncio.run(World(report, service, damage).play())
+def two_hosts(report: Report, *, damage: float = 0.0) -> None:
+    config = write_config("two-hosts.yaml", report.folder, transfer=TRANSFER, router=ROUTER)
+    with started(config, RATE, **RAY) as service:
+        asyncio.run(World(report, service, damage).play())

@@ -66,11 +66,6 @@ class TwoHosts:
     def back(self) -> Host:
         return self.switch.hosts[BACK]
 
-    @property
-    def log(self) -> str:
-        """Return the launcher's output, with the actors' output."""
-        return (self.folder / "service.log").read_text(errors="replace")
-
     def start(self) -> None:
         """Return when the launcher reports that the service is ready."""
         head = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", '--resources={"decode": 1, "router": 1}']

@@ -118,9 +118,6 @@ class Automaton:
         self._outcomes: dict[tuple[int, Event], Outcome] = {}
         self._derived: dict[tuple[int, Callable[[Any], Any]], Any] = {}
 
-    def __len__(self) -> int:
-        return len(self._pickles)
-
     def number(self, machine: Any) -> int:
         key = self._key(machine)
         number = self._numbers.get(key)

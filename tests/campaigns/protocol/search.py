@@ -20,8 +20,6 @@ class Found:
     states: int
     steps: int
     ends: int
-    producer_states: int
-    consumer_states: int
     seconds: float
 
 
@@ -63,7 +61,7 @@ def explore(scenario: Scenario) -> Found:
     if endless is not None:
         raise Broken(f"{scenario.name}: this does not end\n" + "\n".join(way(world, states, parents, endless)))
     seconds = time.monotonic() - started_at
-    return Found(len(states), steps, ends, len(world.producers), len(world.consumers), seconds)
+    return Found(len(states), steps, ends, seconds)
 
 
 def successors(world: World, state: State) -> Iterator[tuple[Step, State, bool]]:

@@ -1,36 +1,26 @@
 """vLLM's own scheduler with the connector's scheduler side, driven at random, with modelled
 workers.
 
-Nothing of vLLM is replaced: its configuration, its (asynchronous) scheduler, its block pool, its
-aggregation of the ranks' reports. The workers are a model of real workers' reports: tokens for the
-requests that a step completes; ``finished_sending`` once for a held production;
-``finished_recving`` once for a reception, sometimes failed, and sometimes with a foreign rank that
-may write to its blocks for a while after that; and ``Due`` once for a queued request, sometimes
-failed, from the first rank. The workers check each step's orders as they receive them.
+They report as real workers do: tokens for the requests that a step completes; ``finished_sending``
+once for a held production; ``finished_recving`` once for a reception, sometimes failed, and
+sometimes with a foreign rank that may write to its blocks for a while after that; and ``Due`` once
+for a queued request, sometimes failed, from the first rank. They check each step's orders.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import logging
-import random
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.config import KVTransferConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.config import VllmConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from app.demo.paths import MODEL_DIR
 from connectors.codec import encode_agent_metadata
@@ -41,17 +31,16 @@ from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from connectors.vllm_hma.upstream.vllm_emitted_tokens import emitted_tokens
 from testing.connector_state import snapshot
-from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
+from tests.campaigns.runner import Report
+from tests.campaigns.schedules.core import STOP_TOKEN, Core, sample
+from tests.vllm_contract.caches import cache_config, connector_config, full, sliding, vllm_config
 from tests.vllm_contract.workers import IDENTITY, layout_of
 
 TP, BLOCK_TOKENS, WINDOW_TOKENS = 2, 16, 48
 MAX_TOKENS_A_STEP, MAX_REQUESTS, MAX_PROMPT_TOKENS = 32, 12, 200
-STOP_TOKEN = 7
 IMAGE_TOKEN, IMAGES, MOST_IMAGE_TOKENS = 8, 12, 24
 ENCODER_TOKENS = 2 * MOST_IMAGE_TOKENS
 """Capacity of the encoder's cache, and its tokens per step."""
-
-ENDS_WITHIN_STEPS = 600
 
 KINDS = [(blocks, prefixes, ahead) for blocks in (32, 60) for prefixes in (True, False) for ahead in (True, False)]
 """Engines: blocks in the pool, prefix caching, asynchronous scheduling."""
@@ -75,8 +64,10 @@ class Rank:
     queued: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
-class Engine:
-    """One engine core without its model. ``step`` is one random turn of its loop."""
+class Engine(Core):
+    """One engine core, with ranks that report as real workers do."""
+
+    connector: TandemConnector
 
     def __init__(
         self,
@@ -88,50 +79,16 @@ class Engine:
         images: bool = False,
         role: str = "kv_both",
     ) -> None:
-        self.rng = random.Random(seed)
         config = engine_config(prefix_caching, drafts, role)
-        self.drafts = drafts
-        # vLLM turns it off where there is no GPU (platforms/cpu.py).
-        config.scheduler_config.async_scheduling = self.asynchronous = asynchronous
-        config.cache_config.num_gpu_blocks = blocks
-        cache = kv_cache(blocks)
-        block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
-        self.scheduler = config.scheduler_config.get_scheduler_cls()(
-            vllm_config=config,
-            kv_cache_config=cache,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=block_size,
-            hash_block_size=hash_block_size,
-            log_stats=True,
-        )
-        self.images = images
-        if images:
-            # As vLLM sets them for a model that reads images.
-            self.scheduler.encoder_cache_manager = EncoderCacheManager(ENCODER_TOKENS)
-            self.scheduler.max_num_encoder_input_tokens = ENCODER_TOKENS
-        hashing = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-        init_none_hash(hashing)
-        self.hasher = get_request_block_hasher(hash_block_size, hashing)
-        connector = self.scheduler.get_kv_connector()
-        assert isinstance(connector, TandemConnector)
-        self.connector = connector
-        self.aggregator = KVOutputAggregator.from_connector(connector, TP)
+        super().__init__(seed, config, kv_cache(blocks), asynchronous, TP, ENCODER_TOKENS if images else 0)
+        self.drafts, self.images = drafts, images
         agent_metadata = encode_agent_metadata(AgentMetadata("me", IDENTITY, layout_of(1 << 20), "memory", b""))
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): EncodedAgentMetadata(agent_metadata)})
-        self.depth = config.max_concurrent_batches
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): EncodedAgentMetadata(agent_metadata)})
         self.started: set[str] = set()
-        self.batches: deque[SchedulerOutput] = deque()
-        self.ranks = [Rank() for _ in range(TP)]
+        self.ranks: list[Rank] = [Rank() for _ in range(TP)]
         self.known_tokens: dict[str, int] = {}
         # Blocks that a consumer may fetch, by request id and group.
         self.sends: dict[str, list[list[int]]] = {}
-        self.steps = 0
-        self.counts = Counter[str]()
-        self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.baseline = self.pool.get_num_free_blocks()
-
-    def close(self) -> None:
-        self.scheduler.shutdown()
 
     # ---- requests -------------------------------------------------------------------------------
 
@@ -203,64 +160,33 @@ class Engine:
         ]
         return rng.choice(kinds)
 
-    def abort(self) -> None:
-        """Abort a client's request in any state, including ended ones that wait to be sent."""
-        if self.scheduler.requests:
-            self.counts["aborted"] += 1
-            ours = snapshot(self.connector.scheduler)
-            request_id = self.rng.choice(
-                [
-                    *self.scheduler.requests,
-                    *ours.productions,
-                    *sorted(ours.receptions) * 3,
-                    *sorted(ours.queued) * 2,
-                    *sorted(ours.followers) * 2,
-                ]
-            )
-            known_by = {
-                "productions": ours.productions,
-                "receptions": ours.receptions,
-                "queued": ours.queued,
-                "followers": ours.followers,
-            }
-            for what, known in known_by.items():
-                self.counts[f"aborted {what}"] += request_id in known
-            self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
-
-    def preempt_all(self) -> None:
-        """Reset the prefix cache: vLLM preempts all running requests before it finds blocks
-        held.
-        """
-        self.counts["resets"] += 1
-        with contextlib.suppress(RuntimeError):
-            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+    def abort(self, *others: str) -> str | None:
+        """Also abort ended requests that wait to be sent, and often those that wait for KV."""
+        ours = snapshot(self.connector.scheduler)
+        receptions, queued, followers = sorted(ours.receptions), sorted(ours.queued), sorted(ours.followers)
+        name = super().abort(*others, *ours.productions, *receptions * 3, *queued * 2, *followers * 2)
+        for what in ("productions", "receptions", "queued", "followers"):
+            self.counts[f"aborted {what}"] += name in getattr(ours, what)
+        return name
 
     # ---- the engine's loop ----------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Run like EngineCore: fill the queue of batches, else take the oldest one's output."""
-        self.steps += 1
-        if len(self.batches) < self.depth and self.scheduler.has_requests():
-            output = self.scheduler.schedule()
-            self.counts["preempted"] += len(output.preempted_req_ids or ())
-            self.counts["preempted productions"] += len(output.kv_connector_metadata.preempted)
-            self.check_tables(output)
-            self.check_sends(output)
-            self.check_encoder(output)
-            self.check_queued()
-            self.check_quarantine()
-            self.batches.append(output)
-            if len(self.batches) < self.depth and self.rng.random() < 0.8:
-                return
-        if self.batches:
-            output = self.batches.popleft()
-            result = self.execute(output)
-            self.scheduler.update_from_output(output, result)
-            self.check_sends()
-            if self.drafts and not self.asynchronous:
-                # With asynchronous scheduling, the scheduler schedules placeholders.
-                proposed = [[self.rng.randint(10, 500)] * self.rng.randint(0, self.drafts) for _ in result.req_ids]
-                self.scheduler.update_draft_token_ids(DraftTokenIds(result.req_ids, proposed))
+    def scheduled(self, output: SchedulerOutput) -> tuple[Any, ...]:
+        assert isinstance(output.kv_connector_metadata, Orders)
+        self.counts["preempted productions"] += len(output.kv_connector_metadata.preempted)
+        self.check_tables(output)
+        self.check_sends(output)
+        self.check_encoder(output)
+        self.check_queued()
+        self.check_quarantine()
+        return ()
+
+    def updated(self, result: ModelRunnerOutput) -> None:
+        self.check_sends()
+        if self.drafts and not self.asynchronous:
+            # With asynchronous scheduling, the scheduler schedules placeholders.
+            proposed = [[self.rng.randint(10, 500)] * self.rng.randint(0, self.drafts) for _ in result.req_ids]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(result.req_ids, proposed))
 
     def check_tables(self, output: SchedulerOutput) -> None:
         """Check, chunk by chunk, that the workers receive the scheduler's current block tables."""
@@ -332,18 +258,9 @@ class Engine:
                 assert not kept.intersection(table), f"{request.request_id} has blocks that are in quarantine"
         assert all(self.pool.blocks[block].ref_cnt > 0 for block in kept), "blocks in quarantine are free"
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, output: SchedulerOutput, *given: Any) -> ModelRunnerOutput:
         reports = [self.rank_step(rank, output.kv_connector_metadata) for rank in self.ranks]
-        tokens = self.sample(output)
-        outputs = [
-            ModelRunnerOutput(list(tokens), {r: i for i, r in enumerate(tokens)}, list(tokens.values()))
-            for _ in self.ranks
-        ]
-        for each, report in zip(outputs, reports, strict=True):
-            each.kv_connector_output = report
-        together = self.aggregator.aggregate(list(outputs))
-        assert together is not None
-        return together
+        return self.merged(self.sample(output), reports)
 
     def sample(self, output: SchedulerOutput) -> dict[str, list[int]]:
         """Return a token, and accepted drafts, for each request whose tokens this step
@@ -372,9 +289,7 @@ class Engine:
                 self.counts["accepted drafts"] += accepted
                 self.counts["rejected drafts"] += drafts - accepted
                 self.known_tokens[request_id] += 1 + accepted
-                tokens[request_id] = [
-                    STOP_TOKEN if self.rng.random() < 0.02 else self.rng.randint(10, 500) for _ in range(1 + accepted)
-                ]
+                tokens[request_id] = [sample(self.rng) for _ in range(1 + accepted)]
         return tokens
 
     def rank_step(self, rank: Rank, orders: Any) -> KVConnectorOutput:
@@ -461,35 +376,14 @@ class Engine:
 
     # ---- a whole run ----------------------------------------------------------------------------
 
-    def run(self, steps: int) -> None:
-        """Run this number of random steps, then until all requests have ended; check that
-        nothing is left.
-        """
-        number = 0
-        for _ in range(steps):
-            while len(self.scheduler.requests) < 30 and self.rng.random() < 0.3:
-                self.add(number)
-                number += 1
-            if self.rng.random() < 0.04:
-                self.abort()
-            ours = snapshot(self.connector.scheduler)
-            producing = any(request.request_id in ours.productions for request in self.scheduler.running)
-            if self.rng.random() < (0.1 if producing else 0.01):
-                self.preempt_all()
-            self.step()
-        self.counts["steps"] += steps
-        self.counts["requests"] += number
-        for _ in range(ENDS_WITHIN_STEPS):
-            if not self.scheduler.has_requests() and not self.batches:
-                break
-            self.step()
-        self.check_nothing_remains()
+    def resets(self) -> float:
+        productions = snapshot(self.connector.scheduler).productions
+        return 0.1 if any(request.request_id in productions for request in self.scheduler.running) else 0.01
 
     def check_nothing_remains(self) -> None:
-        scheduler, ours = self.scheduler, self.connector.scheduler
-        assert not scheduler.requests, f"after {ENDS_WITHIN_STEPS} steps there still are {list(scheduler.requests)}"
-        assert scheduler.get_request_counts() == (0, 0)
-        assert self.pool.get_num_free_blocks() == self.baseline
+        super().check_nothing_remains()
+        ours = self.connector.scheduler
+        assert self.scheduler.get_request_counts() == (0, 0)
         left = snapshot(ours)
         remembered = [*left.productions, *left.consumptions, *left.queued, *left.receptions, *left.followers]
         assert not remembered, "the connector remembers requests"
@@ -497,22 +391,16 @@ class Engine:
         assert not left.has_orders, "orders were never given"
         assert self.ranks == [Rank() for _ in range(TP)], "a worker waits for an order"
         if self.images:
-            encoder = scheduler.encoder_cache_manager
+            encoder = self.scheduler.encoder_cache_manager
             assert encoder.num_freeable_slots == ENCODER_TOKENS, "the encoder's cache leaks"
             assert not any(encoder.cached.values()), "the encoder's cache remembers requests"
 
 
 def engine_config(prefix_caching: bool, drafts: int = 0, role: str = "kv_both") -> VllmConfig:
-    transfer = KVTransferConfig(
-        kv_connector="TandemConnector",
-        kv_connector_module_path="connectors.vllm_hma.connector",
-        kv_role=role,
-        kv_load_failure_policy="recompute",
-    )
     # The model is its own draft model: only the scheduler sees it.
     speculation = {"method": "draft_model", "model": str(MODEL_DIR), "num_speculative_tokens": drafts}
     return vllm_config.__wrapped__(
-        kv_transfer_config=transfer,
+        kv_transfer_config=connector_config(role=role),
         block_size=BLOCK_TOKENS,
         max_model_len=512,
         max_num_batched_tokens=MAX_TOKENS_A_STEP,
@@ -524,48 +412,25 @@ def engine_config(prefix_caching: bool, drafts: int = 0, role: str = "kv_both") 
 
 def kv_cache(blocks: int) -> KVCacheConfig:
     """A full-attention and two sliding-window groups, two layers each."""
-    spec = {"block_size": BLOCK_TOKENS}
-    cache = cache_config(
-        (["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"], full(**spec)),
-        (
-            ["model.layers.2.self_attn.attn", "model.layers.3.self_attn.attn"],
-            sliding(sliding_window=WINDOW_TOKENS, **spec),
-        ),
-        (
-            ["model.layers.4.self_attn.attn", "model.layers.5.self_attn.attn"],
-            sliding(sliding_window=WINDOW_TOKENS, **spec),
-        ),
-    )
+    window = sliding(block_size=BLOCK_TOKENS, sliding_window=WINDOW_TOKENS)
+    specs: list[KVCacheSpec] = [full(block_size=BLOCK_TOKENS), window, window]
+    layers = [[f"model.layers.{2 * at + one}.self_attn.attn" for one in (0, 1)] for at in range(3)]
+    cache = cache_config(*zip(layers, specs, strict=True))
     cache.num_blocks = blocks
     return cache
 
 
-def main() -> None:
-    """Run this number of steps over engines of every kind."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--drafts", type=int, default=0, help="speculated tokens a step")
-    arguments = parser.parse_args()
+def schedules(report: Report, *, steps: int = 12_000, seed: int = 1) -> None:
+    """This number of steps over engines of every kind, without and with drafts."""
     logging.disable(logging.WARNING)
-    totals = Counter[str]()
-    for number, (blocks, prefixes, ahead) in enumerate(KINDS):
-        seed = arguments.seed + number
-        engine = Engine(seed, blocks, prefixes, ahead, arguments.drafts)
-        try:
-            engine.run(-(-arguments.steps // len(KINDS)))
-        except BaseException:
-            print(
-                f"BROKEN: Engine({seed}, {blocks}, prefix_caching={prefixes}, asynchronous={ahead}, {arguments.drafts})"
-            )
-            raise
-        finally:
-            engine.close()
-        totals += engine.counts
-    for what, count in sorted(totals.items()):
-        print(f"{count:>12,} {what}")
-    print("every request has ended, and every pool is as it was")
-
-
-if __name__ == "__main__":
-    main()
+    for drafts in (0, 3):
+        totals = Counter[str]()
+        for number, kind in enumerate(KINDS):
+            with report.case(f"Engine({seed + number}, {kind}, drafts={drafts})"):
+                engine = Engine(seed + number, *kind, drafts)
+                try:
+                    engine.run(-(-steps // len(KINDS)))
+                finally:
+                    engine.close()
+                totals += engine.counts
+        report.row(drafts=drafts, **dict(sorted(totals.items())))

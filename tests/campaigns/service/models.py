@@ -133,19 +133,6 @@ class World:
         await asyncio.gather(*(client() for _ in range(8 if done is None else 4)))
 
 
-async def _surface(world: World) -> None:
-    """Lists of models, unknown models, refused changes of adapters."""
-    equal = world.report.equal
-    equal("models", await world.names(), [LLAMA, ALIAS, GEMMA])
-    health = (await world.http.get("/health")).json()["models"]
-    equal("health", health, {name: {"prefill": 1, "decode": 1} for name in (LLAMA, GEMMA)})
-    unknown = await world.post("nobody", [1, 2])
-    equal("an unknown model", (unknown.status_code, unknown.json()["error"]["param"]), (404, "model"))
-    equal("an adapter of a model without", await world.load("lost", "one", GEMMA), 404)
-    equal("an adapter that is not loaded", await world.unload("lost"), 404)
-    world.report.check(await world.load("lost", "nowhere") in (404, 500), "a folder that does not exist was loaded")
-
-
 async def _adapters_under_load(world: World, changes: int) -> None:
     """A name gets other weights, again and again: KV of the previous ones would be wrong."""
     done = asyncio.Event()
@@ -210,7 +197,6 @@ def models(report: Report, *, count: int = 400, changes: int = 12, damage: float
     async def play(running: ServiceProcess) -> None:
         async with httpx.AsyncClient(base_url=running.url, timeout=240) as http:
             world = World(report, http)
-            await _surface(world)
             await world.learn(damage)
             for phase, work in (
                 ("models", world.both_models(count)),

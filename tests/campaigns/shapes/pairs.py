@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,12 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, difference
+from testing.models import damaged
 from testing.trace import read_trace
 
 IDLE_S = 20.0
@@ -170,17 +168,3 @@ async def stock(
         return await alone(engine, cases, tokens)
     finally:
         engine.shutdown()
-
-
-def damaged(model: str, share: float) -> str:
-    """Return a copy of a checkpoint with noise in its matrices, ``share`` as large as entries."""
-    copy = Path(f"{model}-damaged")
-    shutil.copytree(model, copy, dirs_exist_ok=True)
-    draw = torch.Generator().manual_seed(1)
-    weights = load_file(copy / "model.safetensors")
-    for name, one in weights.items():
-        if one.dim() > 1:
-            noise = torch.randn(one.shape, generator=draw).to(one.dtype)
-            weights[name] = one + share * one.float().std().to(one.dtype) * noise
-    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    return str(copy)

@@ -1,7 +1,5 @@
 """Faults of the KV store, without engines.
 
-    python -m tests.campaigns.store.campaign --seed 1 --faults 10000
-
 Each round draws a fault and sends requests. The campaign checks every byte that a request would
 use. At the end nothing may be left: no staging memory, no unfinished file, no file descriptor, no
 growth of memory; and the budget must have held.
@@ -9,11 +7,8 @@ growth of memory; and the budget must have held.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import os
 import random
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.campaigns.runner import Report
 from tests.campaigns.store.faults import FAULTS
 from tests.campaigns.store.world import Outcome, World
 
@@ -77,41 +73,14 @@ class Growth:
         return found
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Return 0 if no answer was wrong, no wait too long, and nothing is left."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--faults", type=int, default=10_000)
-    options = parser.parse_args(argv)
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        outcome = run(Path(root), Path(memory), options.seed, options.faults)
-    return report(outcome, options.seed, time.monotonic() - began, "tokens")
-
-
-def report(outcome: Outcome, seed: int, seconds: float, unit: str) -> int:
-    """Print the results; return 0 if all were right."""
-    for kind, findings in (
-        ("wrong", outcome.wrong),
-        ("late", outcome.late),
-        ("over budget", outcome.over_budget),
-        ("leaked", outcome.leaked),
-    ):
-        for finding in findings[:20]:
-            print(f"{kind}: {finding}")
-    print(", ".join(f"{name} {count}" for name, count in sorted(outcome.faults.items())))
-    print(", ".join(f"{name} {count}" for name, count in sorted(outcome.counts.items())))
-    print(
-        f"seed {seed}: {sum(outcome.faults.values())} faults, {outcome.requests} requests, "
-        f"{outcome.hit_tokens / max(1, outcome.tokens):.0%} of {unit} loaded, {len(outcome.wrong)} wrong, "
-        f"{len(outcome.late)} late, longest wait {outcome.longest_wait_s:.2f} s, over budget "
-        f"{len(outcome.over_budget)} times, {len(outcome.leaked)} leaks, {seconds:.0f} s"
-    )
-    return 0 if outcome.right else 1
-
-
-if __name__ == "__main__":
-    # Threads that hang in a system call must not keep the campaign from ending.
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+def store_faults(report: Report, *, count: int = 10_000, seed: int = 1) -> None:
+    """No answer may be wrong, no wait too long, and nothing may be left."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        outcome = run(report.folder, Path(memory), seed, count)
+    found = {"wrong": outcome.wrong, "late": outcome.late, "over budget": outcome.over_budget, "leaked": outcome.leaked}
+    for kind, findings in found.items():
+        for one in findings[:20]:
+            report.problem(f"{kind}: {one}")
+    loaded = f"{outcome.hit_tokens / max(1, outcome.tokens):.0%}"
+    report.row(faults=outcome.faults, counts=outcome.counts, requests=outcome.requests, tokens_loaded=loaded,
+               longest_wait_s=round(outcome.longest_wait_s, 2))  # fmt: skip

@@ -1,63 +1,48 @@
 """Kill pairs of engines during writes; let others with other TP and block sizes load their KV.
 
-    python -m tests.campaigns.store.restart [--only gemma3 llama4] [--prompts 100] [--restarts 10]
-        [--budget-mib 16]
-
-All engines of a case share a store's path. Clients send prompts at once; then ``kill -9`` ends all
-engines while they write an object. Engines of the other shape answer the same prompts, and longer
-ones that continue the answers. Checks of each life:
-
-loads   nearly all tokens in whole chunks that an earlier life has computed come from the store, of
-        prompts and of answers; with a budget that evicts objects, some
-wrong   tokens and logprobs match those of one engine without a connector, by the rules of
-        ``identity``. Some cases have one engine with TandemStoreConnector instead of a pair
-budget  all files fit into the budget
-parts   files that the last life was writing are removed soon
-damage  after the kill, header and digest of each object are right
-
-In bfloat16, rounding of another TP size changes answers, so two engines without a connector are
-compared, one of each TP size of decode. The store's answers may differ as much as theirs. At an
-equal TP size rounding is equal, too: ``qwen3_next_equal_tp`` has the tolerance of float32.
-
-A control shows whether the comparison would notice the KV of another prompt: some prompts are sent
-to the engine without a connector with other tokens in all whole chunks, and the answers compared as
-if they were for the prompts themselves.
+All engines of a case share a store's path. ``kill -9`` ends all engines of a life while they write
+an object. Engines of the other shape answer the same prompts, and longer ones that continue the
+answers. Checks of each life: nearly all tokens in whole chunks that an earlier life has computed,
+of prompts and of answers, come from the store; answers are those of one engine without a connector;
+files that the last life was writing are removed soon; header and digest of each object are right.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import math
+import asyncio
+import multiprocessing
+import os
 import random
-import sys
-import tempfile
-import threading
+import signal
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm.config import KVTransferConfig
 
 from actors.upstream.cpu_build.vllm_cpu_kernels import cpu_features
 from connectors.errors import CorruptObjectError
 from connectors.store.tiers.objects import HEADER_BYTES, PayloadDigest, check_header
-from testing.engines import Answer
-from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, difference
+from testing import fork_server
+from testing.engines import Answer, describe, generate, start_engine
+from testing.identity import MAX_TOKENS, difference
 from testing.models import VOCABULARY, deepseek_v2, qwen3_next
+from tests.campaigns.runner import Report
 from tests.campaigns.shapes.families import FAMILIES, Family
-from tests.campaigns.store.engines import Connector, Engines, EnginesEndedError, Reply, Setup, as_answer
-from tests.campaigns.store.world import bytes_on_disk
 
 LEAST_LOADED = 0.95
-CONTROLS, CLIENTS, NEW_TOKENS = 20, 4, 40
-BUDGET_MIB = 2048
+CLIENTS, NEW_TOKENS = 4, 40
 WRITE_S = 60.0
 """Time in seconds within which engines under load begin a write, and remove parts of others."""
 
+Prompt = tuple[int, ...]
 
-@dataclass(frozen=True)
-class Shape:
+
+class Shape(NamedTuple):
     """TP sizes of prefill and decode, or of one engine, and the block size."""
 
     tp_sizes: tuple[int, ...]
@@ -68,7 +53,8 @@ class Shape:
 class Case:
     """A family of models, and the engines before and after the kill.
 
-    ``chunk_tokens``  chunk size of the store
+    ``chunk_tokens``  chunk size of the store, and the largest number of tokens of a step, because
+                      states exist only where a step ends
     ``needs_amx``     whether vLLM has a kernel for the case only on CPUs with AMX
     """
 
@@ -77,18 +63,6 @@ class Case:
     second: Shape
     chunk_tokens: int = 128
     needs_amx: bool = False
-
-    def setup(self, model: str, shape: Shape, path: Path) -> Setup:
-        """Return the engines of one shape with the store in ``path``."""
-        connector: Connector = "pair" if len(shape.tp_sizes) == 2 else "store"
-        return Setup(
-            model, connector, shape.tp_sizes, shape.block_size, self.chunk_tokens, str(path), self.family.engine
-        )
-
-    def alone(self, model: str, shape: Shape) -> Setup:
-        """Return an engine without a connector, with the TP size of a shape's decode engine."""
-        size = shape.tp_sizes[-1:]
-        return Setup(model, "none", size, shape.block_size, self.chunk_tokens, engine=self.family.engine)
 
 
 _SMALL, _LARGE = Shape((1, 2), 32), Shape((2, 1), 64)
@@ -109,22 +83,155 @@ CASES = {
     "deepseek_v2_amx": Case(
         Family(deepseek_v2, engine=_BFLOAT16, tolerance=0.3), Shape((1, 2), 32), Shape((2, 1), 64), needs_amx=True
     ),
-    "llama_one_engine": Case(FAMILIES["llama"], Shape((2,), 32), Shape((1,), 64)),
     "falcon_h1_one_engine": Case(FAMILIES["falcon_h1"], Shape((1,), 64), Shape((2,), 128)),
+    # Rounding depends on the TP size, so an equal one has float32's tolerance.
     "qwen3_next_equal_tp": Case(Family(qwen3_next, engine=_BFLOAT16), Shape((1,), 128), Shape((1,), 256)),
 }
 
 
-Asked = tuple[int, ...]
+# ---- engines in a process that can be killed -----------------------------------------------------
 
 
-def prompts(count: int, chunk_tokens: int) -> list[Asked]:
+@dataclass(frozen=True)
+class Setup:
+    """Engines of one process: a pair, or one engine; without a ``path`` none has a connector."""
+
+    model: str
+    shape: Shape
+    chunk_tokens: int
+    path: str = ""
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+async def _answer(prefill: Any, decode: Any, address: dict[str, Any], prompt: Prompt) -> tuple[Answer, int]:
+    """Return the answer, and the prompt tokens that prefill, or the one engine, did not compute."""
+    if prefill is decode:
+        answer = await generate(decode, prompt, MAX_TOKENS)
+        return answer, answer.cached_tokens or 0
+    transfer = {"transfer_id": uuid.uuid4().hex}
+    leg = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
+    first = asyncio.ensure_future(generate(prefill, prompt, 1, leg, logprobs=None))
+    answer = await generate(decode, prompt, MAX_TOKENS, address | transfer)
+    return answer, (await first).cached_tokens or 0
+
+
+async def _serve(setup: Setup, pipe: Connection) -> None:
+    """Answer lists of prompts, CLIENTS at a time; an empty list stands for load without end."""
+    store: dict[str, Any] = {
+        "path": setup.path,
+        "disk_gib": 2.0,
+        "chunk_tokens": setup.chunk_tokens,
+        "staging_mib": 64,
+        "lookup_s": 2.0,
+        "load_s": 10.0,
+        # The models are so small that to compute a chunk may be faster than to read it.
+        "always_load": True,
+    }
+    arguments: dict[str, Any] = {
+        "block_size": setup.shape.block_size,
+        "max_num_batched_tokens": setup.chunk_tokens,
+        "max_num_seqs": 4,
+        # Room for 16,384 tokens, instead of 1 GiB a rank.
+        "num_gpu_blocks_override": 16_384 // setup.shape.block_size,
+        **setup.engine,
+    }
+    roles: Sequence[str | None] = ("kv_producer", "kv_consumer")
+    if len(setup.shape.tp_sizes) == 1:
+        roles = (None,)
+        if setup.path:
+            arguments["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="TandemStoreConnector",
+                kv_connector_module_path="connectors.vllm_hma.store_connector",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config={"store": store},
+            )
+    engines = [
+        start_engine(setup.model, size, role, transfer={"store": store}, **arguments)
+        for role, size in zip(roles, setup.shape.tp_sizes, strict=True)
+    ]
+    prefill, decode = engines[0], engines[-1]
+    address = {} if prefill is decode else await describe(prefill)
+    slots, dice = asyncio.Semaphore(CLIENTS), random.Random(5)
+
+    async def one(prompt: Prompt) -> tuple[Answer, int]:
+        async with slots:
+            return await _answer(prefill, decode, address, prompt)
+
+    async def load() -> None:
+        while True:
+            await one(tuple(dice.randrange(4, VOCABULARY) for _ in range(600)))
+
+    pipe.send([engine.vllm_config.cache_config.block_size for engine in engines])
+    while prompts := await asyncio.to_thread(pipe.recv):
+        pipe.send(await asyncio.gather(*map(one, prompts)))
+    await asyncio.gather(*(load() for _ in range(CLIENTS)))
+
+
+def _main(setup: Setup, pipe: Connection, log: str) -> None:
+    os.setsid()  # the engines' processes are in this group
+    sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(sink, descriptor)
+    fork_server.prepare()
+    asyncio.run(_serve(setup, pipe))
+
+
+class Engines:
+    """A process with the engines of a ``Setup``; ``kill -9`` ends all of them after a ``with``."""
+
+    def __init__(self, setup: Setup, log: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._log, self._killed = log, False
+        self._pipe, end = context.Pipe()
+        self._process = context.Process(target=_main, args=(setup, end, str(log)))
+        self._process.start()
+        end.close()
+        try:
+            self.block_sizes: list[int] = self._received()
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def ask(self, prompts: Sequence[Prompt]) -> dict[Prompt, tuple[Answer, int]]:
+        self._pipe.send(prompts)
+        return dict(zip(prompts, self._received(), strict=True))
+
+    def load(self) -> None:
+        """Send other prompts until the end."""
+        self._pipe.send([])
+
+    def kill(self) -> None:
+        if not self._killed:
+            self._killed = True
+            assert self._process.pid is not None
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.join()
+
+    def _received(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            causes = [line for line in self._log.read_text().splitlines() if "Error" in line]
+            raise RuntimeError("the engines ended: " + "\n".join(causes[:8])) from None
+
+
+# ---- lives ---------------------------------------------------------------------------------------
+
+
+def prompts(count: int, chunk_tokens: int) -> list[Prompt]:
     """Return random prompts of one to six chunks and a partial one, some with common prefixes.
 
     Answers of every other prompt complete a chunk.
     """
     dice = random.Random(11)
-    found: list[Asked] = []
+    found: list[Prompt] = []
     for number in range(count):
         begun = found[number // 2][: 2 * chunk_tokens] if number % 3 == 2 else ()
         length = dice.randrange(chunk_tokens + 20, 6 * chunk_tokens)
@@ -134,36 +241,19 @@ def prompts(count: int, chunk_tokens: int) -> list[Asked]:
     return found
 
 
-def with_other_chunks(prompt: Asked, chunk_tokens: int) -> Asked:
-    """Return a prompt with other tokens in all whole chunks, and the same partial chunk."""
-    dice = random.Random(12)
-    tokens = (len(prompt) - 1) // chunk_tokens * chunk_tokens
-    return (*(dice.randrange(4, VOCABULARY) for _ in range(tokens)), *prompt[tokens:])
-
-
-def continued(prompt: Asked, reply: Reply) -> Asked:
+def continued(prompt: Prompt, answer: Answer) -> Prompt:
     dice = random.Random(len(prompt))
-    return (*prompt, *reply["tokens"], *(dice.randrange(4, 500) for _ in range(NEW_TOKENS)))
+    return (*prompt, *answer.tokens, *(dice.randrange(4, 500) for _ in range(NEW_TOKENS)))
 
 
-def needed_tolerance(wanted: Answer, got: Answer) -> float:
-    """Return the least tolerance with which ``difference`` finds none."""
-    needed = abs(wanted.logprobs[0][0][1] - got.logprobs[0][0][1])
-    for position, (one, other) in enumerate(zip(wanted.tokens, got.tokens, strict=True)):
-        if one != other:
-            (_, best), (_, second) = wanted.logprobs[position][:2]
-            return max(needed, math.nextafter((best - second) / 2, math.inf))
-    return needed
+def parts(store: Path) -> set[str]:
+    return {path.name for path in (store / "parts").iterdir()} if store.exists() else set()
 
 
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()} if folder.exists() else set()
-
-
-def damaged(path: Path) -> list[str]:
+def damaged(store: Path) -> list[str]:
     """Return a description of each object that a reader would reject."""
     found = []
-    for file in (path / "objects").glob("*/*"):
+    for file in (store / "objects").glob("*/*"):
         data = file.read_bytes()
         try:
             digest = check_header(data[:HEADER_BYTES], len(data), (file.parent.name, file.name))
@@ -174,128 +264,59 @@ def damaged(path: Path) -> list[str]:
     return found
 
 
-def ask_all(engines: Engines, asked: Iterable[Asked], clients: int = CLIENTS) -> dict[Asked, Reply]:
-    with ThreadPoolExecutor(clients) as pool:
-        return dict(zip(asked, pool.map(lambda prompt: engines.ask(prompt, MAX_TOKENS), asked), strict=True))
+def kill_during_a_write(engines: Engines, store: Path, left: set[str]) -> list[str]:
+    """Kill the engines under load while they write; ``left`` are parts of earlier engines."""
+    time.sleep(2.0)  # let the writes of the prompts end
+    engines.load()
+    latest, problems = time.monotonic() + WRITE_S, []
+    while left & parts(store) or not parts(store):
+        if time.monotonic() > latest:
+            problems.append(f"no write began, or parts of dead writers remain, after {WRITE_S:.0f} s")
+            break
+        time.sleep(0.0002)
+    engines.kill()
+    return problems + damaged(store)
 
 
-def alone(case: Case, shape: Shape, model: str, asked: Sequence[Asked], log: Path) -> list[Answer]:
-    """Return the answers of one engine without a connector."""
-    with Engines(case.alone(model, shape), log) as engine:
-        replies = ask_all(engine, asked, 1)
-    return [as_answer(replies[prompt]) for prompt in asked]
+def _case(report: Report, name: str, case: Case, count: int, kills: int) -> None:
+    chunk, folder = case.chunk_tokens, report.folder / name
+    model, store = case.family.build(folder / "model"), folder / "store"
+    left, last = set[str](), dict[Prompt, tuple[Answer, int]]()
+    answers: list[tuple[str, Prompt, Answer]] = []
+    for number in range(kills + 1):
+        life = f"{name}, life {number}"
+        shape = (case.first, case.second)[number % 2]
+        asked = prompts(count, chunk)
+        # Tokens of each prompt that earlier lives have stored: all but an answer's last token.
+        known = {prompt: len(prompt) - 1 for prompt in asked} if last else {}
+        if last:
+            known |= {continued(one, last[one][0]): len(one) + MAX_TOKENS - 1 for one in asked}
+        with Engines(Setup(model, shape, chunk, str(store), case.family.engine), folder / f"{number}.log") as engines:
+            last = engines.ask([*known] or asked)
+            for problem in kill_during_a_write(engines, store, left):
+                report.problem(f"{life}: {problem}")
+        left = parts(store)
+        could = sum(tokens // chunk * chunk for tokens in known.values())
+        did = sum(last[prompt][1] for prompt in known)
+        report.row(
+            life=life, tp=shape.tp_sizes, blocks=engines.block_sizes, answers=len(last),
+            loaded=did, of=could, killed_during_a_write=bool(left),
+        )  # fmt: skip
+        report.check(did >= LEAST_LOADED * could, f"{life}: prefill loaded {did} of {could} tokens")
+        answers += [(life, prompt, answer) for prompt, (answer, _) in last.items()]
+    alone = Setup(model, Shape(case.second.tp_sizes[-1:], case.second.block_size), chunk, engine=case.family.engine)
+    with Engines(alone, folder / "alone.log") as engine:
+        right = engine.ask(list(dict.fromkeys(prompt for _, prompt, _ in answers)))
+    for life, prompt, answer in answers:
+        if differs := difference(right[prompt][0], answer, case.family.tolerance):
+            report.problem(f"{life}, prompt of {len(prompt)} tokens: {differs}")
 
 
-def kill_during_a_write(engines: Engines, path: Path, left: set[str]) -> list[str]:
-    """Send other prompts, and kill the engines while they write; return problems.
-
-    ``left``  files that earlier engines were writing when they were killed
-    """
-    dice, killed, problems = random.Random(5), threading.Event(), []
-
-    def send() -> None:
-        with contextlib.suppress(EnginesEndedError):
-            while not killed.is_set():
-                engines.ask([dice.randrange(4, VOCABULARY) for _ in range(600)], 1)
-
-    latest = time.monotonic() + WRITE_S
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        try:
-            for _ in range(CLIENTS):
-                pool.submit(send)
-            # Let the writes of the prompts end.
-            time.sleep(2.0)
-            while left & names(path / "parts") or not names(path / "parts"):
-                if time.monotonic() > latest:
-                    problems.append(f"no write began, or parts of dead writers remain, after {WRITE_S:.0f} s")
-                    break
-                time.sleep(0.0002)
-        finally:
-            killed.set()
-            engines.kill()
-    return problems + damaged(path)
-
-
-def check(name: str, case: Case, count: int, restarts: int, budget_mib: int) -> bool:
-    """Run one case; return whether it is right."""
-    chunk, evicts = case.chunk_tokens, budget_mib < BUDGET_MIB
-    asked = prompts(count, chunk)
-    problems: list[str] = []
-    lives: list[dict[Asked, Reply]] = []
-    loaded = loadable = kills = 0
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        model, store, left = case.family.build(root / "model"), root / "store", set[str]()
-        for life in range(restarts + 1):
-            shape = (case.first, case.second)[life % 2]
-            setup = replace(case.setup(model, shape, store), disk_gib=budget_mib / 1024)
-            # Tokens of each prompt that earlier lives have stored: all but an answer's last token.
-            known = {prompt: len(prompt) - 1 for prompt in asked} if lives else {}
-            if lives:
-                known |= {continued(one, lives[-1][one]): len(one) + MAX_TOKENS - 1 for one in asked}
-            with Engines(setup, root / f"{life}.log") as engines:
-                replies = ask_all(engines, known or asked)
-                problems += [f"life {life}: {problem}" for problem in kill_during_a_write(engines, store, left)]
-                print(f"  life {life}: TP {shape.tp_sizes}, blocks of {engines.block_sizes}", flush=True)
-            lives.append(replies)
-            left = names(store / "parts")
-            kills += bool(left)
-            if (size := bytes_on_disk(store)) > budget_mib << 20:
-                problems.append(f"life {life}: {size} bytes on disk")
-            could = sum(tokens // chunk * chunk for tokens in known.values())
-            did = sum(replies[prompt]["prefill_cached"] for prompt in known)
-            loaded, loadable = loaded + did, loadable + could
-            if did < (1 if evicts and could else LEAST_LOADED * could):
-                problems.append(f"life {life}: prefill loaded {did} of {could} tokens")
-        every = list(dict.fromkeys(prompt for replies in lives for prompt in replies))
-        controls = [with_other_chunks(prompt, chunk) for prompt in asked[:CONTROLS]]
-        answers = alone(case, case.second, model, [*every, *controls], root / "alone.log")
-        right, tolerance = dict(zip(every, answers, strict=False)), case.family.tolerance
-        if tolerance > LOGPROB_TOLERANCE:
-            stock = alone(case, case.first, model, every, root / "other.log")
-            tolerance = max(tolerance, *map(needed_tolerance, answers, stock))
-    worst = 0.0
-    for life, replies in enumerate(lives):
-        for prompt, reply in replies.items():
-            worst = max(worst, needed_tolerance(right[prompt], as_answer(reply)))
-            if (problem := difference(right[prompt], as_answer(reply), tolerance)) is not None:
-                problems.append(f"life {life}, prompt of {len(prompt)} tokens: {problem}")
-    noticed = sum(
-        difference(right[prompt], control, tolerance) is not None
-        for prompt, control in zip(asked, answers[len(every) :], strict=False)
-    )
-    print(
-        f"{name}: {len(lives)} lives, {kills} killed during a write, {sum(map(len, lives))} answers, "
-        f"{loaded:,} of {loadable:,} known tokens in whole chunks loaded, largest difference of a first logprob or "
-        f"near-tie {worst:.1e} (tolerance {tolerance:.1e}); control: {noticed} of {len(controls)} noticed; "
-        f"{len(problems)} problems",
-        flush=True,
-    )
-    for line in problems[:8]:
-        print(f"  {line}", flush=True)
-    return not problems
-
-
-def main() -> int:
-    """Return 0 if all cases are right."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE")
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--restarts", type=int, default=1)
-    parser.add_argument("--budget-mib", type=int, default=BUDGET_MIB)
-    options = parser.parse_args()
-    right = True
-    for name in options.only:
+def store_restart(report: Report, *, only: str = "", count: int = 25, kills: int = 1) -> None:
+    """``count`` prompts, ``kills`` of the engines; ``only``: names of cases."""
+    for name in only.split() or CASES:
         if CASES[name].needs_amx and not cpu_features().amx:
-            print(f"{name}: not run, this CPU has no AMX", flush=True)
+            report.row(life=name, skipped="this CPU has no AMX")
             continue
-        try:
-            right &= check(name, CASES[name], options.prompts, options.restarts, options.budget_mib)
-        except RuntimeError as error:
-            print(f"{name}: {error}", flush=True)
-            right = False
-    return 0 if right else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        with report.case(name):
+            _case(report, name, CASES[name], count, kills)

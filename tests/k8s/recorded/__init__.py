@@ -7,7 +7,7 @@ import yaml
 
 
 def load(name: str) -> dict[str, Any]:
-    """Return `head-pod`, `router-pod`, `decode-pod` or `head-service`."""
+    """Return `head-pod`, `router-pod` or `decode-pod`."""
     found: dict[str, Any] = yaml.safe_load((Path(__file__).parent / f"{name}.yaml").read_text(encoding="utf-8"))
     return found
 

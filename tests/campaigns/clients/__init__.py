@@ -1,1 +1,0 @@
-"""Programs that users already have, against a service and beside one vLLM server."""
