@@ -644,3 +644,31 @@ async def test_an_answer_does_not_wait_for_prefills_report(stream: bool):
     await at_rest(p, d)
     assert (answer.prompt_tokens, counted(router, "tandem_prefill_legs_total", outcome="done")) == (17, 1)
     assert p.discarded == []
+
+
+async def test_decode_is_cancelled_before_its_transfer_is_discarded():
+    """Else decode would compute the prompt, whose KV has just been freed."""
+    order: list[str] = []
+
+    class Discards(list[str]):
+        def append(self, transfer_id: str) -> None:
+            order.append("discard")
+
+    async def waits(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        try:
+            await asyncio.sleep(60)
+            yield
+        finally:
+            order.append("decode")
+
+    p, d = Handle([]), Handle([Replica("d0", waits)])
+    p.discarded = Discards()
+    p.replicas = [Replica("p0", prefills(lambda: p))]
+    asking = asyncio.create_task(ask(router_of(LIMITS, p, d), request()))
+    async with asyncio.timeout(30):
+        while not (p.calls and d.calls):  # noqa: ASYNC110 - the fleet has no event for it
+            await asyncio.sleep(0.001)
+    asking.cancel()
+    await asyncio.wait({asking})
+    await at_rest(p, d)
+    assert order == ["decode", "discard"]
