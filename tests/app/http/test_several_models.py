@@ -351,17 +351,6 @@ async def test_a_load_whose_client_leaves(service: Service) -> None:
             assert (await service.post("/v1/unload_lora_adapter", **body)).status_code == 200
 
 
-async def test_a_slow_body_of_a_change_gets_408(service: Service) -> None:
-    service.router.reconfigure({"body_timeout_s": 0.05})
-
-    async def slow() -> AsyncGenerator[bytes, None]:
-        yield b"{"
-        await asyncio.sleep(60)
-
-    reply = await service.http.post("/v1/load_lora_adapter", content=slow())
-    assert (reply.status_code, reply.json()["error"]["message"]) == (408, "the body did not arrive within 0.05 s")
-
-
 @pytest.mark.parametrize("failing", ["pa", "da2"])
 @pytest.mark.parametrize("problem", [error("no memory", "InternalServerError", 500), TimeoutError("no answer")])
 async def test_an_adapter_that_one_engine_cannot_load_is_loaded_on_none(
