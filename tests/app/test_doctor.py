@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import resource
 import shutil
@@ -20,7 +19,6 @@ from vllm.config import CacheConfig
 
 from actors.upstream.cpu_build import vllm_cpu_kernels
 from actors.upstream.cpu_build.vllm_cpu_kernels import CpuFeatures
-from app import launch_environment
 from app.doctor import configuration, engines, machine, store
 from app.doctor.__main__ import CHECKS, main
 from app.doctor.configuration import check_readable
@@ -329,15 +327,6 @@ def test_a_model_that_vllm_refuses(tmp_path: Path) -> None:
     assert [one.ok for one in configuration.check_kernels(settings)] == [False, False]
     assert list(configuration.check_kernels(parse_settings({"model": str(tmp_path / "none")}))) == []
     assert list(configuration.check_kernels(parse_settings({"model": "nobody/nothing"}))) == []
-
-
-def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A /dev/shm smaller than the engines need is reported."""
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=64 * 2**8, f_frsize=2**12))
-    (finding,) = machine.check_shared_memory()
-    assert not finding.ok
-    assert "enlarge /dev/shm" in finding.remedy
-    assert "--shm-size=2g" in launch_environment.shared_memory(8)[1]
 
 
 def test_few_open_files_and_no_home(monkeypatch: pytest.MonkeyPatch) -> None:

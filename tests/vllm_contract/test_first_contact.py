@@ -12,11 +12,8 @@ import pytest
 
 from connectors.errors import StaleReferenceError
 from connectors.protocol.params import EngineAddress
-from connectors.vllm_hma.handshake import probe
-from connectors.vllm_hma.handshake.processes import Liveness
 from connectors.vllm_hma.handshake.side_channel import fetch_metadata
-from connectors.vllm_hma.orders import Expect
-from tests.vllm_contract.workers import DIGEST, IDENTITY, Worker, receive, results, until
+from tests.vllm_contract.workers import IDENTITY, Worker, receive, results
 
 
 @pytest.mark.parametrize(
@@ -55,22 +52,6 @@ def test_a_silent_producer(impatient: Callable[..., Worker]) -> None:
     producer, consumer = impatient("p"), impatient("c")
     consumer.step(receives=[receive(producer.address)])
     assert results(consumer) == (set(), {"r"}, {"r"})
-
-
-def test_a_dead_producer_frees_the_blocks_at_last(
-    impatient: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without an answer to Cancel the request continues, and its blocks are in quarantine until
-    the process has ended.
-    """
-    producer, consumer = impatient("p"), impatient("c")
-    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
-    consumer.step(receives=[receive(producer.address)])
-    until(lambda: consumer.runtime.counts()["offered"] == 1)
-    producer.close()
-    assert results(consumer) == (set(), {"r"}, {"r"})
-    monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
-    until(lambda: not any(consumer.runtime.counts().values()))
 
 
 def test_another_start_at_the_same_address(worker: Callable[..., Worker]) -> None:

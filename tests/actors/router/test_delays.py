@@ -161,21 +161,6 @@ async def test_waiting_for_a_slot_is_in_its_part(monkeypatch):
     assert max(parts, key=parts.__getitem__) == "slot_wait", parts
 
 
-async def test_prefill_is_heard_though_its_answer_comes_late():
-    """KV and decode's first token may overtake prefill's answer; its call ends with the answer."""
-    engines = Engines(**{"prefill's answer": DELAY_S, "prefill": DELAY_S}, streaming=8 * DELAY_S)
-    async with engines.router.answer(request()) as answer:
-        assert not answer.accounted
-        assert (engines.prefill.taken, engines.prefill.running) == (0, 1)
-        await answer.account(20)
-        assert answer.accounted
-        assert answer.breakdown.parts["prefill"] >= DELAY_S * 0.99
-        assert "unexplained" not in answer.breakdown.parts
-        await asyncio.wait_for(_is_over(engines.prefill), 20)
-        assert engines.decode.taken == 1
-    await at_rest(engines.prefill, engines.decode)
-
-
 @pytest.mark.parametrize(
     "delays",
     [
@@ -197,15 +182,6 @@ async def test_prefill_is_free_when_the_router_has_the_first_token(delays):
         assert not rest.done()
         await rest
         await body.aclose()
-    await at_rest(engines.prefill, engines.decode)
-
-
-async def test_nobody_waits_longer_than_it_wants_for_prefills_answer():
-    """The prefill leg does not stay open if the request ends without prefill's answer."""
-    engines = Engines(**{"prefill's answer": 60})
-    async with engines.router.answer(request()) as answer:
-        await answer.account(0.01)
-        assert "unexplained" in answer.breakdown.parts
     await at_rest(engines.prefill, engines.decode)
 
 
