@@ -24,14 +24,6 @@ TWO_ENGINES = [(40, 16, True, True, 1, False), (60, 32, False, False, 4, False)]
 WITH_STATES = [(40, 16, False, True, 1, True), (90, 16, False, False, 2, True)]
 
 
-@pytest.mark.parametrize("kinds", [TWO_ENGINES, WITH_STATES], ids=["windows", "states"])
-def test_two_engines_share_what_they_compute(tmp_path: Path, kinds: list[scheduling.Kind]) -> None:
-    """The second engine has another TP size, and loads objects of the first."""
-    counts = scheduling.run(tmp_path / "store", 3, 60, kinds)
-    assert counts["loads"] > 0
-    assert counts["images"] > 0
-
-
 class LateEvent(torch.cpu.Event):
     """An event of a device that passes some steps after the host has recorded it."""
 
