@@ -92,18 +92,6 @@ def test_vllm_zeroes_the_blocks_that_a_transfer_fills_in_part(engine: Engine) ->
     assert {everything[6], *(window[at] for window in windows for at in (3, 6))} <= {*zeroed}
 
 
-def test_a_cache_that_vllm_does_not_zero() -> None:
-    """Stale numbers of the same dtype are finite, and attention masks them."""
-    engine = Engine(0, 60, prefix_caching=True, asynchronous=False)
-    try:
-        add(engine, "r", PROMPT, **CONSUME)
-        output = step(engine)
-        assert output.kv_connector_metadata.receives
-        assert output.new_block_ids_to_zero is None
-    finally:
-        engine.close()
-
-
 @pytest.fixture
 def decode(worker: Callable[..., Worker]) -> Decode:
     """Create a consumer whose cache is on an accelerator, and its device."""

@@ -130,23 +130,6 @@ async def test_a_delay_of_a_remote_request_is_in_its_part(stage, part):
     assert breakdown.total_s >= DELAY_S
 
 
-@pytest.mark.parametrize(
-    ("stage", "part"),
-    [
-        ("decode's tokenizer", "frontend"),
-        ("decode's queue", "decode_queue"),
-        ("first step", "prefill"),
-        ("detokenizer", "frontend"),
-    ],
-)
-async def test_a_delay_of_a_local_request_is_in_its_part(stage, part):
-    """Decode computes the prompt with its first step."""
-    engines = Engines(**{stage: DELAY_S})
-    parts = (await breakdown_of(engines, request(echo=True))).parts
-    assert max(parts, key=parts.__getitem__) == part, parts
-    assert parts.keys() <= {"body", "router", "slot_wait", "hops", "frontend", "decode_queue", "prefill"}
-
-
 async def test_waiting_for_a_slot_is_in_its_part(monkeypatch):
     """The router waits for a slot before it sends any call."""
     engines = Engines()

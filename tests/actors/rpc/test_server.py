@@ -37,16 +37,6 @@ def test_a_lost_host_ends_idle_and_busy_connections_after_the_same_time(side: st
             assert option(socket.TCP_USER_TIMEOUT) == 1000 * probes_s
 
 
-async def test_a_call(world: World) -> None:
-    """All items in order; several calls over one connection, each read to its end."""
-    async with AsyncExitStack() as stack:
-        for _ in range(3):
-            assert joined(await items(await world.call("ends", stack))) == joined(ITEMS)
-    assert {request.call for request in world.served.requests} == {Call("POST", "ends", body=b"{}")}
-    assert world.engines.snapshot().open == 1
-    await world.at_rest()
-
-
 @pytest.mark.parametrize(
     ("path", "error"), [("dies", EngineDownError), ("cannot", CannotResumeError), ("breaks", EngineError)]
 )
@@ -196,14 +186,6 @@ async def test_a_router_that_is_gone(world: World) -> None:
     await world.engines.close()
     await world.at_rest()
     await stack.aclose()
-
-
-async def test_an_engine_that_is_not_there(world: World) -> None:
-    """No process listens at the engine's former address."""
-    await world.server.close()
-    async with AsyncExitStack() as stack:
-        with pytest.raises(EngineDownError, match="e: cannot connect"):
-            await (await world.call("ends", stack)).__anext__()
 
 
 async def test_a_server_that_closes(world: World) -> None:

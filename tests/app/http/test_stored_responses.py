@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -202,15 +200,3 @@ async def test_a_client_that_leaves_a_stored_stream_ends_it() -> None:
             async with asyncio.timeout(0.2):
                 await http.get("/v1/responses/a?stream=true&starting_after=0")
         await at_rest(decode)
-
-
-async def test_an_engine_gets_path_and_query_apart() -> None:
-    """The application receives path and query as from an HTTP server."""
-
-    async def told(request: Request) -> Response:
-        return JSONResponse({"path": request.scope["path"], "query": dict(request.query_params)})
-
-    app = cast(Any, Starlette(routes=[Route("/{path:path}", told)]))
-    async with aclosing(call_asgi(app, Call("GET", "/v1/a%20b?stream=true&x=%2F"))) as answer:
-        body = b"".join([item async for item in answer if isinstance(item, bytes)])
-    assert json.loads(body) == {"path": "/v1/a b", "query": {"stream": "true", "x": "/"}}
