@@ -117,38 +117,6 @@ def test_where_each_token_lies(isa: str, dtype: torch.dtype, kind: str, size: in
     assert [len(torch.cat(order).unique(dim=0)) for order in orders] == [1, 1]
 
 
-@packings
-@pytest.mark.parametrize(("small", "large"), [(32, 64), (64, 128), (32, 96)])
-def test_small_blocks_make_a_large_one(
-    isa: str, dtype: torch.dtype, kind: str, size: int, small: int, large: int
-) -> None:
-    """The same tokens in blocks of both sizes: the large block's stripes are those of the small
-    ones, joined.
-    """
-    key, value = torch.randn(2, large, HEADS, size).to(dtype)
-    pages = {}
-    for tokens in (small, large):
-        pages[tokens] = empty(dtype, kind, large // tokens, tokens, size)
-        write(isa, kind, key, value, torch.arange(large), pages[tokens])
-    for half in (0, 1):
-        joined = torch.cat(tuple(stripes(pages[small], isa, half)), dim=-2)
-        assert torch.equal(joined, stripes(pages[large], isa, half)[0])
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_the_isa_follows_the_block_size(dtype: torch.dtype) -> None:
-    """Multiples of 32 share one; other block sizes and head sizes use vec16, with the packing of
-    vec.
-    """
-    amx = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 - torch has no public name for it
-    wide = "amx" if amx and dtype is BF16 else "vec"
-    for size in (32, 64, 96, 128, 256, 512):
-        assert {_get_attn_isa(dtype, tokens, size) for tokens in (32, 64, 96, 128, 256)} == {wide}
-        assert {_get_attn_isa(dtype, tokens, size) for tokens in (16, 48, 80)} == {"vec16"}
-    assert {_get_attn_isa(dtype, tokens, size) for tokens in (16, 32, 64) for size in (80, 112)} == {"vec16"}
-    assert CPU_PACKING["vec"] == CPU_PACKING["vec16"]
-
-
 @pytest.mark.parametrize("backend", MLA)
 @pytest.mark.parametrize("tokens", [16, 32, 64])
 def test_mla_keeps_plain_rows(backend: type[CPUMLAImpl | AMXMLAImpl], tokens: int) -> None:
