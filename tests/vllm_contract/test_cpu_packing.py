@@ -88,13 +88,6 @@ def origins(isa: str, dtype: torch.dtype, kind: str, size: int, tokens: int) -> 
     return found.view(2, -1) - torch.tensor([[0], [tokens * size]])
 
 
-def stripes(page: torch.Tensor, isa: str, half: int) -> torch.Tensor:
-    """Return K or V of (..., tokens, K and V) pages as (..., stripes, tokens, dims)."""
-    *outer, tokens, content = page.shape
-    part = page.reshape(*outer, 2, -1).select(-2, half)
-    return part.unflatten(-1, (-1, tokens, CPU_PACKING[isa][half].dims or content // 2))
-
-
 @packings
 def test_where_each_token_lies(isa: str, dtype: torch.dtype, kind: str, size: int) -> None:
     """Each granule has its own tokens, in one order for all granules, stripes and block sizes.

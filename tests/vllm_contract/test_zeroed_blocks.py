@@ -29,7 +29,6 @@ from tests.vllm_contract.test_streaming import SlowFence
 from tests.vllm_contract.workers import ARRIVED, FAILED, SENT, Worker, compute, receive, results, until
 
 PROMPT = list(range(10, 110))
-HEADS, HEAD_SIZE = 2, 64
 Decode = Callable[..., tuple[Worker, SlowFence]]
 
 
