@@ -262,7 +262,19 @@ CASES = [
     Case("silent, answer", [frozen(0), OK], WHOLE, [1, 1], [well] * 2, stream=False, limits=SILENCE),
     Case("silent, answer, alone", [frozen(0), OK], WHOLE, [1, 1], [], stream=False, limits=SILENCE),
     Case("silent with KV", [silent_after_its_first_token, OK], WHOLE, [1, 1], [well], 2, stream=False, limits=SILENCE),
-    Case("transfer hangs", [blocked] * 2, STREAM, None, [well] * 3, 3, limits=SILENCE, reason="prefill_failed"),
+    *(
+        Case(
+            f"transfers hang, {n}",
+            [blocked] * 2,
+            STREAM,
+            None,
+            [well] * n,
+            legs,
+            limits=SILENCE,
+            reason="prefill_failed",
+        )
+        for n, legs in ((2, 2), (5, 3))
+    ),
     *(
         Case(name, [serve] * 2, end, [1, 0], prefill, stream=end == STREAM, limits={"silence_timeout_s": 3.0})
         for prefill in ([well], [])
