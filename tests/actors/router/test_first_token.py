@@ -342,7 +342,7 @@ async def test_prefill_that_cannot_answer_for_one_token(prefill: Any):
 
 async def test_prefill_whose_tokens_differ_answers_no_request():
     """The router never requests a first token if the address has no `first_token_multiple`."""
-    router, p, d = fleet([samples()], [DECODE], multiple=0)
+    router, p, d = fleet([one_token], [DECODE], multiple=0)
     answer, _ = await ask(router, request(max_tokens=1))
     assert (answer.sampled_by, len(d.calls)) == ("decode", 1)
     await at_rest(p, d)
