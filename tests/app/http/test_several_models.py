@@ -141,6 +141,16 @@ async def service() -> AsyncGenerator[Service, None]:
     await made.at_rest()
 
 
+async def test_a_slow_body_of_a_change_gets_408(service: Service) -> None:
+    service.router.reconfigure({"body_timeout_s": 0.05})
+
+    async def slow() -> AsyncGenerator[bytes, None]:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    assert (await service.http.post("/v1/load_lora_adapter", content=slow())).status_code == 408
+
+
 @pytest.fixture
 async def two_loading() -> AsyncGenerator[Service, None]:
     """Both models load adapters."""
