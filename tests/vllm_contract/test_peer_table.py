@@ -36,8 +36,8 @@ def full(busy: AbstractSet[str] = frozenset()) -> PeerTable:
         (["n0", "n1", "n2", "n3"], [], ["a", "b", "n0", "n1"]),
         # Among peers with offers, the least recent one.
         (["d"], ["a", "b", "c", "a"], ["b"]),
-        # A second Hello takes no second place, and a has just repeated its Hello.
-        (["a", "c", "d"], [], [None, None, "b"]),
+        # A second Hello takes no second place, a has just repeated its, and c keeps its offer.
+        (["a", "c", "d", "e", "f"], [], [None, None, "b", "a", "d"]),
         # Only a Hello adds a peer.
         (["d"], ["d"], ["a"]),
     ],
