@@ -17,11 +17,13 @@ from starlette.routing import Route
 from actors.engine.asgi_call import call_asgi
 from actors.errors import RefusedError
 from actors.request import Call
+from actors.router.models.model_router import ModelEngines
 from actors.router.router import Router
 from app.http.errors import error_body
 from app.http.routes import build_http
-from tests.actors.behaviours import LIMITS, dies, hangs, router_of
+from tests.actors.behaviours import LIMITS, dies, hangs, request, router_of
 from tests.actors.fleet import Handle, Replica, at_rest
+from tests.app.http.test_cancelled_requests import Client
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -74,9 +76,12 @@ class Engine:
 def service(*engines: Any, **limits: Any) -> tuple[httpx.AsyncClient, Handle]:
     decode = Handle([Replica(f"d{number}", one) for number, one in enumerate(engines)])
     decode._known = True  # noqa: SLF001 - as after the first request
-    router: Router = router_of(LIMITS.model_copy(update=limits), Handle([]), decode)
+    return client_of(router_of(LIMITS.model_copy(update=limits), Handle([]), decode)), decode
+
+
+def client_of(router: Router) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(cast(Any, build_http(cast(Any, router))))
-    return httpx.AsyncClient(transport=transport, base_url="http://tandem"), decode
+    return httpx.AsyncClient(transport=transport, base_url="http://tandem")
 
 
 @pytest.mark.parametrize("wanted", ["a", "b", "c"])
@@ -90,6 +95,24 @@ async def test_each_response_is_found(wanted: str) -> None:
             body = {"input": "and then?", "previous_response_id": wanted}
             assert (await http.post("/v1/responses", json=body)).json() == {"id": wanted}
         await at_rest(decode)
+
+
+@pytest.mark.parametrize(
+    ("first", "wanted", "status"), [("a", "b", 200), ("a", "lost", 404), (dies, "b", 200), (dies, "lost", 503)]
+)
+async def test_a_response_of_another_model_is_found(first: Any, wanted: str, status: int) -> None:
+    """The router asks the models in turn. One that fails may have the response: no 404."""
+    serves = (first if first is dies else Engine(first).serve, Engine("b").serve)
+    decodes = [Handle([Replica(f"d{number}", serve)]) for number, serve in enumerate(serves)]
+    models = []
+    for number, decode in enumerate(decodes):
+        decode._known = True  # noqa: SLF001 - as after the first request
+        decode.prefill = prefill = Handle([])
+        prefill.role = "prefill"
+        models.append(ModelEngines(cast(Any, prefill), cast(Any, decode), (f"m{number}",), suffix=f"-m{number}"))
+    async with client_of(Router(LIMITS, *models)) as http:
+        assert (await http.get(f"/v1/responses/{wanted}")).status_code == status
+        await at_rest(*decodes)
 
 
 async def test_a_response_that_nobody_has() -> None:
@@ -194,9 +217,12 @@ async def test_a_client_that_leaves_a_stored_stream_ends_it() -> None:
             await asyncio.sleep(0.01)
 
     engine.events = endless  # type: ignore[method-assign]
-    http, decode = service(engine.serve)
-    async with http:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await http.get("/v1/responses/a?stream=true&starting_after=0")
-        await at_rest(decode)
+    decode = Handle([Replica("d", engine.serve)])
+    router, client = router_of(LIMITS, Handle([]), decode), Client(request())
+    client.scope |= {"method": "GET", "path": "/v1/responses/a", "query_string": b"stream=true&starting_after=0"}
+    serving = asyncio.create_task(cast(Any, build_http(cast(Any, router)))(client.scope, client.receive, client.send))
+    await asyncio.sleep(0.2)
+    assert (client.status, serving.done()) == (200, False)
+    client.left.set()
+    await asyncio.wait_for(serving, 20)
+    await at_rest(decode)
