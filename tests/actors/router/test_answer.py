@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from actors.errors import EngineDownError, EngineError
+from actors.errors import EngineDownError, EngineError, TandemError
 from actors.request import Call, FirstTokenChunk, Heartbeat, ResponseStart, StreamChunk, TokenChunk
 from actors.router.relay import Relay, StreamClock
 from actors.router.splice import Splice
@@ -86,6 +86,32 @@ async def test_pieces_of_a_stream(items: list[Any], pieces: list[int]) -> None:
     texts = [text.split(b'"')[0] for text in b"".join(found).split(b'"text": "')[1:]]
     assert items[0] is LARGE or texts == [b"%d" % number for number in range(len(texts))]
     await at_rest(p, d)
+
+
+@pytest.mark.parametrize(
+    ("paused", "heard", "ends", "told"),
+    [
+        (0, 0, 2, "engine sent nothing"),
+        (0, 99, 10, "engine sent no data"),
+        # The engine's items are not read while the client takes none: its limits begin anew.
+        (5, 0, 6, "engine sent nothing"),
+        (5, 99, 14, "engine sent no data"),
+        (99, 99, 10, "client read nothing"),
+    ],
+)
+async def test_limits_of_a_stream(paused: int, heard: int, ends: int, told: str) -> None:
+    """In seconds; the client pauses and the engine is heard before these times."""
+    call: Any = SimpleNamespace(has_items=False, over=False, error=None, heard=False, reader=None)
+    writer: Any = SimpleNamespace(paused=True, on_resume=None, write=None)
+    relay, start = Relay(call, deque(), Splice(True, RouterMetrics()), writer, 2, 10), asyncio.get_running_loop().time()
+    running = asyncio.create_task(relay.run(StreamClock()))
+    for now in range(ends + 1):
+        await asyncio.sleep(0)
+        assert not running.done(), now
+        writer.paused, call.heard = now < paused, now < heard
+        relay.check(start + now)
+    with pytest.raises(TandemError, match=told):
+        await running
 
 
 async def test_nothing_is_read_after_the_last_event() -> None:
