@@ -142,7 +142,8 @@ def test_a_port_that_is_taken(config_file: Callable[..., str], capsys: pytest.Ca
         )
         assert main(["--config", changed, "--skip", "transfer", "model"]) == 1
     output = capsys.readouterr().out
-    assert {int(line.split(":")[1]) for line in failures(output)} == {http, side, rank}
+    # Other programs may have the port below `rank` or the one above `side`.
+    assert {http, side, rank} <= {int(line.split(":")[1]) for line in failures(output)}
     for setting in ("router.http_port", "transfer.side_channel_port", "decode.rpc_port"):
         assert f"or change {setting}" in output
 
