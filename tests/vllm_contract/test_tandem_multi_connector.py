@@ -29,6 +29,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from connectors.codec import encode_agent_metadata
@@ -182,6 +183,54 @@ def registered() -> Iterator[Callable[..., Any]]:
     yield register
     for collector in collectors() - known:
         REGISTRY.unregister(collector)
+
+
+def test_metrics_show_which_child_serves(make: Make, registered: Callable[..., Any]) -> None:
+    """A request is counted when it is scheduled, however often it is asked for; children of one
+    class have their positions in their names.
+    """
+    children = [TANDEM, scripted(None, None, 16), scripted(0, 0, 0, 48)]
+    connector, metrics = make(TandemMultiConnector, *children), registered(TandemMultiConnector, *children)
+    names = ["TandemConnector", "ScriptedConnector-1", "ScriptedConnector-2"]
+
+    def report() -> list[list[float | None]]:
+        """Carry the changes to Prometheus as vLLM does, and to its log; return each child's."""
+        stats = connector.get_kv_connector_stats()
+        if stats is not None:
+            data = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
+            for each in (data, stats.data):  # as dictionaries, and as objects in one process
+                assert connector.build_kv_connector_stats(each).to_dict() == data
+            metrics.observe(data)
+        counters = ("queries_total", "hits_total", "hit_tokens_total", "misses_total", "pending_loads")
+        return [[value(f"vllm:tandem_child_{each}", connector=name) for each in counters] for name in names]
+
+    def schedule(asked: Request) -> None:
+        tokens, _ = ask(connector, asked)
+        assert tokens is not None
+        connector.update_state_after_alloc(asked, KVCacheBlocks(([],)), tokens)
+
+    # The transfer has the most tokens. The first ScriptedConnector has not answered.
+    remote = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "e", "remote_host": "h"}
+    asked = request(**remote, remote_port=1)
+    connector.on_new_request(asked)
+    assert ask(connector, asked) == (len(PROMPT) - 1, 0)
+    assert report()[1][-1] == 1, "waits for an answer"
+    schedule(asked)
+    transferred = [1, 1, len(PROMPT) - 1, None]
+    assert report() == [[*transferred, 1], [1, None, None, 1, 0], [1, None, None, 1, None]]
+    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
+    connector.request_finished_all_groups(asked, ([],))
+    assert report()[0] == [*transferred, 0]
+    # Asked twice, scheduled once; both ScriptedConnectors have tokens.
+    asked = request()
+    ask(connector, asked)
+    schedule(asked)
+    assert report() == [[2, 1, len(PROMPT) - 1, 1, 0], [2, None, None, 1, 0], [2, 1, 48, 1, None]]
+    connector.request_finished_all_groups(asked, ([],))
+    # A request that is never scheduled.
+    ask(connector, request())
+    connector.request_finished_all_groups(request(), ([],))
+    assert report()[0] == [2, 1, len(PROMPT) - 1, 1, 0]
 
 
 @pytest.mark.parametrize("kind", [TandemMultiConnector, MultiConnector])
