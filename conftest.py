@@ -35,7 +35,7 @@ such engines on two cores take twice the processor time. These tests run one aft
 WAITING = ("tests/actors/router/test_router.py", "tests/app/test_deployment_options.py")
 """Tests that wait more than they compute, so they run beside those that start engines."""
 
-LONG = ("tests/vllm_contract/test_stopped_rank.py", "tests/app/http/test_http_server.py", "tests/fuzz/")
+LONG = ("tests/app/http/test_http_server.py", "tests/fuzz/")
 """The longest tests without engines."""
 
 OVER_BUDGET = 1.5

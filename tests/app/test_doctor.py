@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import resource
 import shutil
@@ -20,7 +19,6 @@ from vllm.config import CacheConfig
 
 from actors.upstream.cpu_build import vllm_cpu_kernels
 from actors.upstream.cpu_build.vllm_cpu_kernels import CpuFeatures
-from app import launch_environment
 from app.doctor import configuration, engines, machine, store
 from app.doctor.__main__ import CHECKS, main
 from app.doctor.configuration import check_readable
@@ -32,6 +30,7 @@ from configs.settings.service import DEMO_MODEL_DIR, ServiceSettings
 from connectors.transport import selftest
 from testing.models import deepseek_v2
 
+AMX, AVX2 = CpuFeatures(amx=True, avx512=True), CpuFeatures(amx=False, avx512=False)
 LOCAL = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
 
 
@@ -43,32 +42,16 @@ def free_port() -> int:
 
 @pytest.fixture
 def config_file(tmp_path: Path, free_port: int) -> Callable[..., str]:
-    """Write local.yaml with changed settings."""
+    """Write local.yaml with changed settings, or two-models.yaml with those of its second model."""
 
-    def write(**changes: Any) -> str:
-        config = yaml.safe_load(LOCAL.read_text())
-        config["applications"][0]["args"]["router"]["http_port"] = changes.pop("port", free_port)
-        for key, value in changes.items():
-            own = config["applications"][0]["args"]
-            own[key] = {**own[key], **value} if isinstance(value, dict) else value
-        path = tmp_path / "config.yaml"
-        path.write_text(yaml.safe_dump(config))
-        return str(path)
-
-    return write
-
-
-@pytest.fixture
-def two_models(tmp_path: Path, free_port: int) -> Callable[..., str]:
-    """Write two-models.yaml with changed roles of its second model."""
-
-    def write(**roles: Any) -> str:
-        config = yaml.safe_load(LOCAL.with_name("two-models.yaml").read_text())
+    def write(file: str = "local.yaml", **changes: Any) -> str:
+        config = yaml.safe_load(LOCAL.with_name(file).read_text())
         args = config["applications"][0]["args"]
-        args["router"]["http_port"] = free_port
-        for role, changes in roles.items():
-            args["models"][1][role] = args["models"][1].get(role, {}) | changes
-        path = tmp_path / "two-models.yaml"
+        args["router"]["http_port"] = changes.pop("port", free_port)
+        own = args["models"][1] if "models" in args else args
+        for key, value in changes.items():
+            own[key] = {**own.get(key, {}), **value} if isinstance(value, dict) else value
+        path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump(config))
         return str(path)
 
@@ -159,7 +142,8 @@ def test_a_port_that_is_taken(config_file: Callable[..., str], capsys: pytest.Ca
         )
         assert main(["--config", changed, "--skip", "transfer", "model"]) == 1
     output = capsys.readouterr().out
-    assert {int(line.split(":")[1]) for line in failures(output)} == {http, side, rank}
+    # Other programs may have the port below `rank` or the one above `side`.
+    assert {http, side, rank} <= {int(line.split(":")[1]) for line in failures(output)}
     for setting in ("router.http_port", "transfer.side_channel_port", "decode.rpc_port"):
         assert f"or change {setting}" in output
 
@@ -174,10 +158,10 @@ def test_a_port_that_is_taken(config_file: Callable[..., str], capsys: pytest.Ca
     ids=["devices", "port range", "transfer"],
 )
 def test_the_second_of_two_models(
-    two_models: Callable[..., str], capsys: pytest.CaptureFixture[str], roles: dict[str, Any], message: str
+    config_file: Callable[..., str], capsys: pytest.CaptureFixture[str], roles: dict[str, Any], message: str
 ) -> None:
     """The doctor checks the roles of both models in the same way."""
-    path = two_models(**roles)
+    path = config_file("two-models.yaml", **roles)
     second = list(read(Path(path))[1].each_model().values())[1].model_name
     skipped = ["python", "kernels", *([] if message.startswith("transfer") else ["transfer"])]
     assert main(["--config", path, "--skip", *skipped]) == 1
@@ -289,36 +273,33 @@ def test_a_model_that_cannot_be_read(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("amx", "decode", "reasons"),
+    ("engine", "decode", "features", "reasons"),
     [
-        (True, {}, ["prefill: vLLM's MLA kernel", "decode: vLLM's MLA kernel"]),
-        (True, {"dtype": "bfloat16"}, ["prefill: vLLM's MLA kernel"]),
-        (True, {"attention_backend": "CPU_MLA"}, ["prefill: vLLM's MLA kernel"]),
-        (False, {}, []),
+        # Latent attention in float32, the default without a GPU, on a CPU with AMX.
+        ({}, {}, AMX, ["prefill: vLLM's MLA kernel", "decode: vLLM's MLA kernel"]),
+        ({}, {"dtype": "bfloat16"}, AMX, ["prefill: vLLM's MLA kernel"]),
+        ({}, {}, AVX2, []),
+        # vLLM's own error comes when the engine starts.
+        ({"kv_cache_dtype": "fp8"}, {}, AVX2, ["prefill: a KV cache of fp8", "decode: a KV cache of fp8"]),
     ],
 )
-def test_a_model_without_a_kernel_for_its_dtype(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amx: bool, decode: dict[str, Any], reasons: list[str]
+def test_a_model_without_a_kernel(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: dict[str, Any],
+    decode: dict[str, Any],
+    features: CpuFeatures,
+    reasons: list[str],
 ) -> None:
-    """Latent attention in float32, the default without a GPU, on a CPU with AMX."""
-    monkeypatch.setattr(vllm_cpu_kernels, "cpu_features", lambda: CpuFeatures(amx=amx, avx512=amx))
+    monkeypatch.setattr(vllm_cpu_kernels, "cpu_features", lambda: features)
     model = deepseek_v2(tmp_path)
-    settings = parse_settings({"model": model, "engine": {"skip_tokenizer_init": True}, "decode": {"engine": decode}})
+    engine = {"skip_tokenizer_init": True} | engine
+    settings = parse_settings({"model": model, "engine": engine, "decode": {"engine": decode}})
     found = list(configuration.check_kernels(settings))
     assert len(found) == 2
     wrong = [one for one in found if not one.ok]
-    assert [one.what.partition(" for ")[0] for one in wrong] == reasons
-    assert all("`engine.dtype: bfloat16`" in one.remedy for one in wrong)
-
-
-def test_a_cache_without_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An FP8 KV cache on a CPU without AVX-512; vLLM's own error comes when the engine starts."""
-    monkeypatch.setattr(vllm_cpu_kernels, "cpu_features", lambda: CpuFeatures(amx=False, avx512=False))
-    engine = {"skip_tokenizer_init": True, "kv_cache_dtype": "fp8"}
-    settings = parse_settings({"model": deepseek_v2(tmp_path), "engine": engine})
-    assert [(one.ok, one.remedy) for one in configuration.check_kernels(settings)] == [
-        (False, "set `engine.kv_cache_dtype: auto`")
-    ] * 2
+    assert [one.what.startswith(reason) for one, reason in zip(wrong, reasons, strict=True)] == [True] * len(reasons)
+    assert all(one.remedy for one in wrong)
 
 
 def test_a_model_that_vllm_refuses(tmp_path: Path) -> None:
@@ -329,15 +310,6 @@ def test_a_model_that_vllm_refuses(tmp_path: Path) -> None:
     assert [one.ok for one in configuration.check_kernels(settings)] == [False, False]
     assert list(configuration.check_kernels(parse_settings({"model": str(tmp_path / "none")}))) == []
     assert list(configuration.check_kernels(parse_settings({"model": "nobody/nothing"}))) == []
-
-
-def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A /dev/shm smaller than the engines need is reported."""
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=64 * 2**8, f_frsize=2**12))
-    (finding,) = machine.check_shared_memory()
-    assert not finding.ok
-    assert "enlarge /dev/shm" in finding.remedy
-    assert "--shm-size=2g" in launch_environment.shared_memory(8)[1]
 
 
 def test_few_open_files_and_no_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from actors.request import TRANSFER_FIELD, Call, Endpoint
-from testing.answers import body_of, whole_body
+from actors.request import Call, Endpoint
+from testing.answers import whole_body
 from testing.facts import make_prompt
 from testing.sse import said
 from testing.streams import KINDS, MODEL, chat, completion
@@ -120,24 +120,6 @@ async def test_streams_are_those_of_decode(pair: EnginePair, name: str) -> None:
     assert counted(router, "tandem_first_tokens_total", outcome="ended" if ended else "repeated") == 1
 
 
-@pytest.mark.parametrize("kind", [completion, chat])
-async def test_one_token_without_a_stream(pair: EnginePair, kind: Any) -> None:
-    """Prefill's whole answer is the one that both engines give together, and decode has no call."""
-    endpoint, body = long(kind(seed=5, logprobs=True, stream=False))
-    body |= {"max_tokens": 1, "min_tokens": 0}
-    body.pop("stream_options", None)
-    found = {}
-    for first_token in ("decode", "prefill"):
-        router, prefill, decode = pair.router(first_token)
-        async with router.answer(request(endpoint, body)) as given:
-            whole = json.loads(await whole_body(given))
-        await at_rest_of(prefill, decode)
-        found[first_token] = ({**whole, "created": 0}, given.sampled_by, len(decode.calls))
-    answer, *rest = found["decode"]
-    assert rest == [None, 1]
-    assert found["prefill"] == (answer, "prefill", 0)
-
-
 GREEDY = completion(prompt=LONG, temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 SEEDED = completion(prompt=LONG, temperature=2.0, seed=17, max_tokens=8, ignore_eos=True, return_token_ids=True)
 DEATHS: dict[str, tuple[int | None, ...]] = {
@@ -176,34 +158,3 @@ async def test_decode_that_draws_another_token(pair: EnginePair) -> None:
     sent, router = await stream(pair, SEEDED, "prefill", Fault(), Fault(change=without_first))
     assert said(sent) == said(expected)
     assert counted(router, "tandem_first_tokens_total", outcome="replayed") == 1
-
-
-@pytest.mark.parametrize("events", [1, 2])
-async def test_a_client_that_leaves(pair: EnginePair, events: int) -> None:
-    """The client leaves after the first or second event; nothing stays on either engine."""
-    router, prefill, decode = pair.router("prefill")
-    async with router.answer(request(*GREEDY)) as answer:
-        body = body_of(answer)
-        for _ in range(events):
-            await anext(body)
-        await body.aclose()
-    await at_rest_of(prefill, decode)
-
-
-async def test_what_is_not_streamed_is_sampled_by_decode(pair: EnginePair) -> None:
-    router, prefill, decode = pair.router("prefill")
-    endpoint, body = completion(prompt=LONG, temperature=0, max_tokens=4)
-    async with router.answer(request(endpoint, body | {"stream": False, "stream_options": None})) as answer:
-        assert [some async for some in body_of(answer)]
-        assert (answer.route, answer.sampled_by) == ("remote", "decode")
-    assert json.loads(prefill.calls[0].body)[TRANSFER_FIELD].get("first_token") is None
-    await at_rest_of(prefill, decode)
-
-
-async def test_streams_at_once(pair: EnginePair) -> None:
-    """Eight streams of unequal prompts share the steps of both engines."""
-    common = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True}
-    kinds = [completion(prompt=LONG[: 40 * n], seed=n, **common) for n in range(1, 9)]
-    expected = [said((await stream(pair, kind, "decode"))[0]) for kind in kinds]
-    sent = await asyncio.gather(*(stream(pair, kind, "prefill") for kind in kinds))
-    assert [said(one) for one, _ in sent] == expected

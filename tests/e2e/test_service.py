@@ -26,12 +26,10 @@ from testing import browser
 from testing.facts import RecallPrompt, exact, make_prompt
 from testing.service_process import ROOT, ServiceProcess, write_config
 from testing.timing import server_timing
-from tests.campaigns.fuzz.http import attack, check
 from tests.campaigns.service.world import MODEL, leaks, total, until
 
 pytestmark = pytest.mark.engine(first=True)
 
-TURN = [{"role": "user", "content": "hello"}]
 IDLE_TIMEOUT_S = 60.0
 SOON_S = 30.0
 """Time far below the timeouts of a request, and far above a pause of the machine."""
@@ -165,20 +163,6 @@ def test_openais_endpoints_through_the_sdk(http, sdk):
         sdk.completions.create(model=MODEL, prompt="a", extra_body={"kv_transfer_params": {"x": 1}})
 
 
-def test_messages(http):
-    """Requests of Anthropic's API, streamed or not, are split like chats and answered right."""
-    prompt = recall(15)
-    ask = {"model": MODEL, "messages": prompt.messages, "max_tokens": 8, "temperature": 0}
-    whole, streamed = (http.post("/v1/messages", json=ask | {"stream": stream}) for stream in (False, True))
-    assert {whole.headers["x-tandem-route"], streamed.headers["x-tandem-route"]} == {"remote"}
-    assert exact(prompt, whole.json()["content"][0]["text"])
-    said = [json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line.startswith("data: ")]
-    assert (said[0]["type"], said[-1]["type"]) == ("message_start", "message_stop")
-    assert exact(prompt, "".join(one["delta"]["text"] for one in said if one["type"] == "content_block_delta"))
-    counted = http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": prompt.messages}).json()
-    assert counted["input_tokens"] == whole.json()["usage"]["input_tokens"]
-
-
 def test_a_stream_comes_in_pieces(http):
     """Events arrive one by one; vLLM joins tokens of steps that end before the last was sent."""
     body = completion("a", max_tokens=30, ignore_eos=True, stream=True, return_token_ids=True)
@@ -217,71 +201,6 @@ def test_the_time_to_the_first_token_is_accounted_for(http, more, some, none):
 
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "body", "reason"),
-    [
-        (COMPLETIONS, completion(["abc", "def"], echo=True), "echo"),
-        (COMPLETIONS, completion([7]), "short_prompt"),
-        (COMPLETIONS, completion("abc", prompt_logprobs=1), "prompt_logprobs"),
-        (COMPLETIONS, completion("abc", use_beam_search=True, n=2), "use_beam_search"),
-        (RESPONSES, response(tools=[{"type": "code_interpreter", "container": "c"}]), "tools_of_the_server"),
-        ("/tokenize", {"model": MODEL, "prompt": "abc"}, "tokens_only"),
-        ("/detokenize", {"model": MODEL, "tokens": [2, 7, 8]}, "tokens_only"),
-        (COMPLETIONS, completion("some text here", min_tokens=3), None),
-        (COMPLETIONS, completion("some text here", logprobs=3, stop=["9"]), None),
-        (COMPLETIONS, completion("some text here", truncate_prompt_tokens=4), None),
-        (COMPLETIONS, completion([5, 6, 7, 8], stream=True, stream_options={"include_usage": True}), None),
-        ("/invocations", completion("mira=427\nmira?"), None),
-        ("/invocations", {"model": MODEL, "messages": TURN, "max_tokens": 3}, None),
-    ],
-)
-def test_where_a_request_is_served(http, endpoint, body, reason):
-    """Decode alone, with a header for the reason, or both engines: both legs accept the options."""
-    reply = http.post(endpoint, json=body)
-    assert reply.status_code == 200, reply.text
-    assert reply.headers["x-tandem-route"] == ("local" if reason else "remote")
-    assert reply.headers.get("x-tandem-local-reason") == reason
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "content", "status", "message"),
-    [
-        (COMPLETIONS, b"{", 400, "JSON"),
-        (COMPLETIONS, b"[]", 400, "JSON object"),
-        (COMPLETIONS, completion("a", kv_transfer_params={}), 400, "kv_transfer_params"),
-        (COMPLETIONS, completion("a") | {"model": "other"}, 404, "other"),
-        (COMPLETIONS, completion("a", max_tokens="many"), 400, "max_tokens"),
-        (COMPLETIONS, completion("!" * 3000), 400, "context length"),
-        (COMPLETIONS, completion([5, 10**9]), 400, "vocabulary"),
-        (COMPLETIONS, completion(["a"] * 129), 400, "prompt"),
-        (COMPLETIONS, completion("a") | {"stream_interval": 2**64}, 400, "stream_interval"),
-        (COMPLETIONS, completion("a") | {"vllm_xargs": {"x": "\ud800"}}, 400, "surrogate"),
-        (CHATS, {"model": MODEL, "messages": TURN, "stop": "\ud800"}, 400, "surrogate"),
-        (COMPLETIONS, completion("a") | {"priority": 2**64}, 400, ""),
-        (COMPLETIONS, {"model": MODEL}, 400, "prompt"),
-        (CHATS, {"model": MODEL, "messages": "hi"}, 400, "messages"),
-        (RESPONSES, response(max_output_tokens="many"), 400, "max_output_tokens"),
-        (RESPONSES, response(previous_response_id="resp_0"), 404, "resp_0"),
-        ("/invocations", {"model": MODEL, "input": "a"}, 400, "prompt"),
-        (COMPLETIONS, b"x" * (33 * 2**20), 413, "bytes"),
-    ],
-)
-def test_a_bad_request_gets_an_error_in_openais_form(http, endpoint, content, status, message):
-    """Invalid requests get an error of the 4xx range without a wait."""
-    sent = content if isinstance(content, bytes) else json.dumps(content).encode()
-    began = time.monotonic()
-    reply = http.post(endpoint, headers={"content-type": "application/json"}, content=sent)
-    assert reply.status_code == status, reply.text
-    assert message in reply.json()["error"]["message"]
-    assert reply.json()["error"]["code"] == status
-    assert time.monotonic() - began < SOON_S
-
-
-def test_an_endpoint_of_other_models_gets_vllms_404(http):
-    reply = http.post("/v1/embeddings", json={"model": MODEL, "input": "a"})
-    assert (reply.status_code, reply.json()) == (404, {"detail": "Not Found"})
 
 
 async def _leave(service: ServiceProcess, body: dict, after_s: float) -> None:
@@ -324,47 +243,6 @@ async def test_a_client_that_leaves_ends_both_legs(service, http, stream, after_
     wait_until_idle(http)
 
 
-@pytest.mark.parametrize("leaves", [False, True], ids=["refused", "left"])
-async def test_a_prefill_that_ends_before_decode_says_no(service, http, leaves):
-    """The router discards KV that no engine will fetch before its lease ends."""
-    wait_until_idle(http)
-    done = metric(http, "vllm:request_success_total", role="prefill")
-    # Decode's API server reads the whole body before it refuses it; the prefill leg omits the
-    # field.
-    body = completion("a", logit_bias={str(10**6 + token): 1 for token in range(300_000)}, max_tokens="many")
-    async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
-        for _ in range(10):  # on a busy machine decode may refuse before prefill has started
-            asked = asyncio.create_task(client.post("/v1/completions", json=body))
-            while not asked.done() and metric(http, "vllm:request_success_total", role="prefill") == done:
-                await asyncio.wait([asked], timeout=0.01)
-            if not asked.done():
-                break
-        assert not asked.done(), "decode has refused ten times before prefill had run"
-        if leaves:
-            asked.cancel()
-        else:
-            assert (await asked).status_code == 400
-    await asyncio.sleep(0.2)
-    wait_until_idle(http)
-
-
-async def test_clients_that_leave_at_any_moment(service, http):
-    """The router returns every slot; a leaked slot would delay the last test's stop."""
-    rng = random.Random("leaving")
-    body = completion(recall(30).text, stream=True, max_tokens=50)
-
-    async def leave(client: httpx.AsyncClient, index: int) -> None:
-        await asyncio.sleep(0.02 * index)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(rng.uniform(0.002, 0.15)):
-                await client.post("/v1/completions", json=body)
-
-    async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
-        await asyncio.gather(*(leave(client, index) for index in range(150)))
-    await asyncio.sleep(0.2)
-    wait_until_idle(http)
-
-
 async def test_many_at_once(service, http):
     """All answers are right, and nothing leaks."""
     prompts = [recall(100 + index, facts=5 + 9 * index) for index in range(16)]
@@ -373,38 +251,6 @@ async def test_many_at_once(service, http):
         texts = [reply.json()["choices"][0]["text"] for reply in await asyncio.gather(*sent)]
     assert [prompt.answer for prompt, text in zip(prompts, texts, strict=True) if not exact(prompt, text)] == []
     wait_until_idle(http)
-
-
-async def test_hostile_requests(service, http):
-    """Fuzzed requests cause no 500, hang or growth, and later answers are right."""
-    check(await attack(service.url, seed=3, count=160, processes=service.processes(), bound_s=330))
-    wait_until_idle(http)
-    assert http.get("/health").json() == {"status": "ok", "replicas": {"prefill": 1, "decode": 1}}
-    prompt = recall(55)
-    reply = http.post("/v1/completions", json=completion(prompt.text))
-    assert exact(prompt, reply.json()["choices"][0]["text"])
-    assert reply.headers["x-tandem-route"] == "remote"
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("prompts", [1, 2])
-def test_several_prompts_and_choices(http, prompts, stream):
-    """Answers to one prompt or a list, `n` each, equal those of decode alone."""
-    texts = [recall(60 + prompts + 2 * index).text for index in range(prompts)]
-    body = completion(texts if prompts > 1 else texts[0], n=3, temperature=2, seed=5, max_tokens=8, stream=stream)
-
-    def choices(**more: object) -> tuple[str, dict[int, str]]:
-        reply = http.post("/v1/completions", json=body | more)
-        texts: dict[int, str] = {}
-        for part in sse(reply.text) if stream else [reply.json()]:
-            for choice in part["choices"]:
-                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-        return reply.headers["x-tandem-route"], texts
-
-    route, drawn = choices()
-    assert (route, sorted(drawn)) == ("local" if prompts > 1 and stream else "remote", list(range(3 * prompts)))
-    assert len(set(drawn.values())) > 1
-    assert choices(best_of=2) == ("local", drawn)
 
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="Debian's package chromium is not installed")

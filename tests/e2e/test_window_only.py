@@ -6,17 +6,11 @@ is loaded into a cache with room for its full-attention layers and the windows o
 
 from __future__ import annotations
 
-import os
 from math import ceil
 from pathlib import Path
 
 import pytest
-import torch
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from testing.environment import ENVIRONMENT
 from testing.identity import BLOCK_TOKENS, random_prompt
 from testing.models import WINDOW_TOKENS, gemma3
 from testing.trace import read_trace
@@ -56,35 +50,3 @@ async def test_windows_are_enough(tmp_path: Path) -> None:
     assert blocks is not None
     assert (1 + SLIDING_GROUPS) * whole > 3 * blocks
     assert whole + SLIDING_GROUPS * window <= blocks - 1
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_whole_allocation_of_that_memory_is_refused(tmp_path: Path, whole: bool) -> None:
-    """With the same bytes but without its hybrid manager, vLLM does not start for this length.
-
-    A connector without HMA support disables the manager.
-    """
-    os.environ.update(ENVIRONMENT)
-    config = EngineArgs(
-        gemma3(tmp_path / "gemma3", sliding=SLIDING_GROUPS),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enable_prefix_caching=False,
-        block_size=BLOCK_TOKENS,
-        max_model_len=LONGEST,
-        max_num_batched_tokens=STEP_TOKENS,
-        max_num_seqs=16,
-        disable_hybrid_kv_cache_manager=whole,
-    ).create_engine_config()
-    config.cache_config.kv_cache_layout = "LBHNC"
-    shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
-    full, sliding = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=WINDOW_TOKENS)
-    period = 1 + SLIDING_GROUPS
-    specs = {str(layer): full if layer % period == SLIDING_GROUPS else sliding for layer in range(2 * period)}
-    memory = BLOCKS * 2 * full.page_size_bytes
-    if whole:
-        with pytest.raises(ValueError, match="KV cache"):
-            get_kv_cache_configs(config, [specs], [memory])
-    else:
-        (cache,) = get_kv_cache_configs(config, [specs], [memory])
-        assert (cache.num_blocks, len(cache.kv_cache_groups)) == (BLOCKS, period)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from connectors.store.tiers.staging import Staging
 from testing.memory_transport import Fabric
 from tests.vllm_contract.workers import SHORT, Worker
 
@@ -31,3 +33,10 @@ def worker() -> Iterator[Callable[..., Worker]]:
 def impatient(worker: Callable[..., Worker]) -> Callable[..., Worker]:
     """Create workers with short deadlines, for tests in which one expires."""
     return partial(worker, limits=SHORT)
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Iterator[Staging]:
+    made = Staging(1 << 20, tmp_path)
+    yield made
+    made.close()

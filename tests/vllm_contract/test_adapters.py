@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import HfApi, constants
 from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -210,21 +209,6 @@ def test_files_that_vllm_cannot_load(tmp_path: Path, old: Path) -> None:
     with pytest.raises(ValueError, match="contain tensors"):
         engine.load(old)
     assert engine.identity(old) == before
-
-
-def test_an_adapter_of_a_hub(tmp_path: Path, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adapter's content counts, not its name: another process may move the branch meanwhile."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    stored, commit = tmp_path / "hub" / "models--somebody--adapter", "0123456789abcdef0123456789abcdef01234567"
-    (stored / "refs").mkdir(parents=True)
-    (stored / "refs" / "main").write_text(commit)
-    shutil.copytree(old, stored / "snapshots" / commit)
-    engine, local = Engine(), Engine()
-    monkeypatch.setattr("vllm.lora.utils.hf_api", HfApi)
-    engine.load("somebody/adapter")
-    local.load(old)
-    assert engine.identity("somebody/adapter") == local.identity(old) != UNKNOWN
 
 
 def test_both_requests_of_a_transfer_name_the_loaded_content(tmp_path: Path, old: Path, new: Path) -> None:

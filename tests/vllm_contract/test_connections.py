@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -10,14 +9,13 @@ import numpy as np
 import pytest
 
 from connectors.errors import FailedWriteError, TransportError
-from connectors.logs import MOST_LINES, RateLimitedHandler
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
 from connectors.vllm_hma.handshake import message_sender
 from connectors.vllm_hma.orders import Chunk, Expect
 from connectors.vllm_hma.worker_side.writes import Writes
 from testing.memory_transport import MemoryTransport
-from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
+from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results
 
 
 class Breakable(MemoryTransport):
@@ -112,20 +110,6 @@ def test_an_offer_that_reaches_nobody_holds_no_blocks(worker: Callable[..., Work
     deliver(producer, consumer, "found")
 
 
-def test_a_hook_never_raises(worker: Callable[..., Worker]) -> None:
-    """Any error of the transport leaves the engine alive; the next round continues."""
-    producer, consumer = met(worker)
-
-    def failing() -> list[tuple[str, bytes]]:
-        raise RuntimeError("anything")
-
-    consumer.transport.notifications = failing  # type: ignore[method-assign]
-    assert consumer.runtime.results() == (set(), set(), set())
-    del consumer.transport.notifications
-    until(lambda: consumer.runtime.counts()["offered"] == 0)
-    deliver(producer, consumer, "second")
-
-
 @pytest.mark.parametrize("part", ["notifications", "poll"])
 def test_deadlines_are_kept_whatever_fails_in_every_round(
     impatient: Callable[..., Worker], part: str, monkeypatch: pytest.MonkeyPatch
@@ -142,28 +126,3 @@ def test_deadlines_are_kept_whatever_fails_in_every_round(
         consumer.transport.notifications = failing  # type: ignore[method-assign]
     consumer.step(receives=[receive(producer.address, "unheard", "unheard")])
     assert results(consumer, within_s=60.0) == (set(), {"unheard"}, {"unheard"})
-
-
-def test_what_fails_in_every_round_is_logged_now_and_then(
-    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Failures are logged with a traceback, but few of them (``logs.RateLimitedHandler``)."""
-    failed: list[logging.LogRecord] = []
-    limited = RateLimitedHandler(failed.append)
-    consumer = worker("c")
-
-    def failing(*_: object) -> NoReturn:
-        raise RuntimeError("anything")
-
-    consumer.transport.notifications = failing  # type: ignore[method-assign]
-    monkeypatch.setattr(Writes, "poll", failing)
-    logger = logging.getLogger("connectors")
-    logger.addHandler(limited)
-    try:
-        for _ in range(20):
-            consumer.runtime.results()
-    finally:
-        logger.removeHandler(limited)
-    assert len(failed) == MOST_LINES
-    assert all(record.exc_info for record in failed)
-    assert len({record.getMessage() for record in failed}) == 2

@@ -88,13 +88,6 @@ def origins(isa: str, dtype: torch.dtype, kind: str, size: int, tokens: int) -> 
     return found.view(2, -1) - torch.tensor([[0], [tokens * size]])
 
 
-def stripes(page: torch.Tensor, isa: str, half: int) -> torch.Tensor:
-    """Return K or V of (..., tokens, K and V) pages as (..., stripes, tokens, dims)."""
-    *outer, tokens, content = page.shape
-    part = page.reshape(*outer, 2, -1).select(-2, half)
-    return part.unflatten(-1, (-1, tokens, CPU_PACKING[isa][half].dims or content // 2))
-
-
 @packings
 def test_where_each_token_lies(isa: str, dtype: torch.dtype, kind: str, size: int) -> None:
     """Each granule has its own tokens, in one order for all granules, stripes and block sizes.
@@ -115,52 +108,6 @@ def test_where_each_token_lies(isa: str, dtype: torch.dtype, kind: str, size: in
             assert granule == 1 or len(token[0, 0, : granule // 2 * dims].unique()) == granule
             orders[half].append(within.flatten(0, 1))
     assert [len(torch.cat(order).unique(dim=0)) for order in orders] == [1, 1]
-
-
-@packings
-@pytest.mark.parametrize(("small", "large"), [(32, 64), (64, 128), (32, 96)])
-def test_small_blocks_make_a_large_one(
-    isa: str, dtype: torch.dtype, kind: str, size: int, small: int, large: int
-) -> None:
-    """The same tokens in blocks of both sizes: the large block's stripes are those of the small
-    ones, joined.
-    """
-    key, value = torch.randn(2, large, HEADS, size).to(dtype)
-    pages = {}
-    for tokens in (small, large):
-        pages[tokens] = empty(dtype, kind, large // tokens, tokens, size)
-        write(isa, kind, key, value, torch.arange(large), pages[tokens])
-    for half in (0, 1):
-        joined = torch.cat(tuple(stripes(pages[small], isa, half)), dim=-2)
-        assert torch.equal(joined, stripes(pages[large], isa, half)[0])
-
-
-@packings
-def test_a_write_touches_its_own_tokens_only(isa: str, dtype: torch.dtype, kind: str, size: int) -> None:
-    """Tokens 3 to 7 and a padding slot: all other elements of the block keep their bytes."""
-    before = empty(dtype, kind, 1, 64, size).view(torch.uint8).fill_(0x35)
-    after = before.clone()
-    key, value = torch.rand(2, 6, HEADS, size).to(dtype) + 2
-    write(isa, kind, key, value, torch.tensor([3, 4, 5, 6, 7, -1]), after.view(torch.uint8 if kind in FP8 else dtype))
-    itemsize = 1 if kind in FP8 else dtype.itemsize
-    changed = (before != after).view(HEADS, 2, 64 * size, itemsize).any(-1)[HEAD]
-    for half, found in zip(changed, origins(isa, dtype, kind, size, 64), strict=True):
-        assert set((found[half] // size).tolist()) == {3, 4, 5, 6, 7}
-        assert int(half.sum()) == 5 * size, "each value written is new"
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_the_isa_follows_the_block_size(dtype: torch.dtype) -> None:
-    """Multiples of 32 share one; other block sizes and head sizes use vec16, with the packing of
-    vec.
-    """
-    amx = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 - torch has no public name for it
-    wide = "amx" if amx and dtype is BF16 else "vec"
-    for size in (32, 64, 96, 128, 256, 512):
-        assert {_get_attn_isa(dtype, tokens, size) for tokens in (32, 64, 96, 128, 256)} == {wide}
-        assert {_get_attn_isa(dtype, tokens, size) for tokens in (16, 48, 80)} == {"vec16"}
-    assert {_get_attn_isa(dtype, tokens, size) for tokens in (16, 32, 64) for size in (80, 112)} == {"vec16"}
-    assert CPU_PACKING["vec"] == CPU_PACKING["vec16"]
 
 
 @pytest.mark.parametrize("backend", MLA)

@@ -6,8 +6,7 @@ of steps that are scheduled already, may use them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from vllm.config import KVTransferConfig
@@ -36,13 +35,6 @@ __all__ = ["host"]
 GONE: tuple[tuple[int, ...], ...] = ((0,) * 9, (0,) * 9)
 """Block tables without blocks."""
 TABLES = tuple(tuple(table) for table in tables(END))
-
-
-@pytest.fixture
-def staging(tmp_path: Path) -> Iterator[Staging]:
-    made = Staging(1 << 20, tmp_path)
-    yield made
-    made.close()
 
 
 def store_worker(spoiled: SpoiledSteps) -> StoreWorker:

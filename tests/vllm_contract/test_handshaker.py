@@ -87,16 +87,6 @@ def test_a_consumer_that_removes_its_peer_during_the_handshake(worker: Callable[
     assert reported[-1][2] == set()
 
 
-def test_a_finished_handshake_keeps_no_state(worker: Callable[..., Worker]) -> None:
-    """No state remains of a worker that is removed after its handshake."""
-    producer, consumer = delivered(worker)
-    greet_again(consumer, producer, "again")
-    produce(producer, "q-again", "again")
-    assert results(consumer) == (set(), {"again"}, set())
-    lose(producer, Peer("c", 0))
-    assert (len(snapshot(producer.runtime).peers.planned), set(producer.transport.peers)) == (0, set())
-
-
 def test_no_peer_is_evicted_during_its_handshake(
     impatient: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

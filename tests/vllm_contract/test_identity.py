@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from huggingface_hub import ResolvedRevision
 from vllm.config import VllmConfig
@@ -23,7 +22,6 @@ from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.store.settings import StoreSettings
 from connectors.vllm_hma.connector import TandemConnector
-from connectors.vllm_hma.handshake.processes import process_start_s
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.model.drafts import draft_identity
 from connectors.vllm_hma.model.identity import model_identity
@@ -300,11 +298,6 @@ def test_a_file_server_with_a_fast_clock_is_no_change(model: Path, monkeypatch: 
     changed_s = (model / "model.safetensors").stat().st_ctime
     monkeypatch.setattr("connectors.vllm_hma.model.weights.time.time", lambda: changed_s - 1.0)
     assert digest_weights(model, changed_s - 60.0)
-
-
-def test_the_start_of_this_process() -> None:
-    """It equals psutil's within 2 s."""
-    assert abs(process_start_s() - psutil.Process().create_time()) < 2.0
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["transfers", "store"])

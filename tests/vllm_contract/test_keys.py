@@ -9,24 +9,16 @@ SECRET = "a secret of enough characters"
 
 
 def test_one_secret_one_pair_of_keys() -> None:
-    """Equal on every engine, different for two purposes; another secret has no key in common."""
-    keys = derive_keys(SECRET)
-    assert keys == derive_keys(str(SECRET))
-    assert {len(keys.messages), len(keys.identity)} == {32}
-    other = derive_keys(SECRET + "!")
-    assert len({keys.messages, keys.identity, other.messages, other.identity}) == 4
+    """Equal on every engine, different for two purposes; another secret has no key in common.
 
-
-def test_known_keys() -> None:
-    """Both sides of an upgrade derive the same keys: a change here needs another protocol
-    version.
+    Both sides of an upgrade derive the same keys: a change needs another protocol version.
     """
-    assert derive_keys(SECRET).messages.hex()[:16] == "94d28a3dc286f5f7"
-
-
-def test_no_secret_no_keys() -> None:
-    """Engines without a secret trust every peer that can connect."""
+    keys, other = derive_keys(SECRET), derive_keys(SECRET + "!")
+    assert {len(keys.messages), len(keys.identity)} == {32}
+    assert len({keys.messages, keys.identity, other.messages, other.identity}) == 4
+    assert keys.messages.hex()[:16] == "94d28a3dc286f5f7"
     assert derive_keys("") == Keys(b"", b"")
+    assert repr(keys) == "Keys()", "no log line shows them"
 
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
@@ -34,9 +26,3 @@ def test_a_secret_that_can_be_guessed_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="at least 16 are required; create one with") as raised:
         derive_keys("hunter2")
     assert "hunter2" not in str(raised.value)
-
-
-def test_keys_are_not_shown() -> None:
-    """The secret appears in no log line and no stack trace with locals."""
-    keys = derive_keys(SECRET)
-    assert repr(keys) == "Keys()"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import ARRIVALS_KEPT, PEERS_KEPT, RankTally, TandemPromMetrics, TandemStats
 from tests.vllm_contract.caches import connector_config
 from tests.vllm_contract.test_ends import both_ends, let_go
-from tests.vllm_contract.workers import ARRIVED, BLOCK_BYTES, EXPECT, SENT, WHOLE, Worker, receive, results, until
+from tests.vllm_contract.workers import ARRIVED, BLOCK_BYTES, SENT, Worker, results, until
 
 
 def collectors() -> set[Any]:
@@ -152,24 +151,6 @@ def test_kv_has_arrived_when_the_last_rank_has_it() -> None:
     assert arrivals.take("never") == KvTimes()
     arrivals.observe(carried)
     assert arrivals.take("r") == KvTimes(), "an unexpected transfer is not recorded"
-
-
-def test_a_transfer_of_two_workers_says_when_it_arrived(worker: Callable[..., Worker]) -> None:
-    """An arrival lasts from the order to receive to the last byte, and records whether it
-    failed.
-    """
-    producer, consumer = worker("p"), worker("c")
-    before = time.monotonic()
-    consumer.step(receives=[receive(producer.address)])
-    producer.step(expects=[EXPECT])
-    assert (stats := consumer.runtime.stats()) is None or not stats.data["arrivals"], "nothing has arrived"
-    producer.step(chunks=[WHOLE])
-    assert results(consumer) == ARRIVED
-    found = consumer.runtime.stats()
-    assert found is not None
-    asked_at, ended_at, failed = found.data["arrivals"]["r"]
-    assert before <= asked_at <= ended_at <= time.monotonic()
-    assert not failed
 
 
 def test_arrivals_that_nobody_asks_for_do_not_pile_up() -> None:

@@ -29,22 +29,25 @@ def full(busy: AbstractSet[str] = frozenset()) -> PeerTable:
     return table
 
 
-def test_those_who_only_said_hello_go_first() -> None:
-    """The least recent peer with only a Hello is evicted first; a flood of Hellos evicts its own
-    entries.
-    """
+@pytest.mark.parametrize(
+    ("hellos", "offers", "evicted"),
+    [
+        # The least recent peer with only a Hello; a flood of Hellos evicts its own entries.
+        (["n0", "n1", "n2", "n3"], [], ["a", "b", "n0", "n1"]),
+        # Among peers with offers, the least recent one.
+        (["d"], ["a", "b", "c", "a"], ["b"]),
+        # A second Hello takes no second place, a has just repeated its, and c keeps its offer.
+        (["a", "c", "d", "e", "f"], [], [None, None, "b", "a", "d"]),
+        # Only a Hello adds a peer.
+        (["d"], ["d"], ["a"]),
+    ],
+)
+def test_who_is_evicted(hellos: list[str], offers: list[str], evicted: list[str | None]) -> None:
     table = full()
-    assert [table.admit(peer(f"new-{n}")) for n in range(4)] == [peer("a"), peer("b"), peer("new-0"), peer("new-1")]
-    assert peer("c") in table
-    assert len(table) == 3
-
-
-def test_speaking_keeps_a_place() -> None:
-    """Among peers with offers, the least recent is evicted first."""
-    table = full()
-    for name in "abca":
+    for name in offers:
         table.spoke(peer(name))
-    assert table.admit(peer("d")) == peer("b")
+    assert [table.admit(peer(name)) for name in hellos] == [name and peer(name) for name in evicted]
+    assert len(table) == 3
 
 
 def test_the_busy_stay() -> None:
@@ -52,22 +55,6 @@ def test_the_busy_stay() -> None:
     assert full({"a", "b"}).admit(peer("d")) == peer("c")
     with pytest.raises(HandshakeError, match="all 3 peers are busy"):
         full({"a", "b", "c"}).admit(peer("d"))
-
-
-def test_a_second_hello_takes_no_second_place() -> None:
-    """Return whether the peer has only sent Hello, or an offer as well."""
-    table = full()
-    assert table.admit(peer("a")) is None
-    assert table.admit(peer("c")) is None
-    assert len(table) == 3
-    assert table.admit(peer("d")) == peer("b"), "a has just repeated its Hello"
-
-
-def test_a_stranger_who_speaks_gets_no_place() -> None:
-    """Only a Hello adds an unknown worker to the table."""
-    table = full()
-    table.spoke(peer("d"))
-    assert peer("d") not in table
 
 
 def deliver(producer: Worker, consumer: Worker, name: str) -> tuple[set[str], set[str], set[str]]:

@@ -54,6 +54,10 @@ def child() -> Iterator[tuple[subprocess.Popen[bytes], ProcessIdentity]]:
         process.kill()
 
 
+GONE = replace(own_process(), started_at=1)
+"""A process of this host that has ended."""
+
+
 def suspect(process: ProcessIdentity, was_seen: bool = True, met_at: EngineAddress | None = None) -> Suspect:
     return Suspect(Peer("p", 1), process, was_seen, met_at)
 
@@ -64,7 +68,7 @@ def verdicts(
     """Return the workers that the probe reports as dead within this number of rounds."""
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
     lost: list[Peer] = []
-    marker = Suspect(Peer("marker", 0), replace(own_process(), started_at=1), True, None)
+    marker = Suspect(Peer("marker", 0), GONE, True, None)
     watcher = WorkerProbe(1.0, b"", lambda peer, _: lost.append(peer))
     try:
         # A worker that is certainly dead counts the rounds.
@@ -247,13 +251,8 @@ def test_engines_answer_for_processes_of_their_host() -> None:
         server.close()
 
 
-def test_a_malformed_host_ends_no_thread(
-    child: tuple[subprocess.Popen[bytes], ProcessIdentity], refusing: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_malformed_host_ends_no_thread(refusing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An invalid address proves nothing, and does not prevent the detection of other deaths."""
-    process, identity = child
-    process.kill()
-    process.wait()
     broken: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", broken.append)
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
@@ -261,8 +260,8 @@ def test_a_malformed_host_ends_no_thread(
     watcher = WorkerProbe(0.2, b"", lambda peer, _: lost.append(peer))
     try:
         for number, host in enumerate(MALFORMED):
-            bad = Suspect(Peer(f"bad {number}", 0), identity, False, EngineAddress("bad", host, refusing))
-            gone = Suspect(Peer(f"gone {number}", 0), identity, True, None)
+            bad = Suspect(Peer(f"bad {number}", 0), GONE, False, EngineAddress("bad", host, refusing))
+            gone = Suspect(Peer(f"gone {number}", 0), GONE, True, None)
             watcher.watch({bad, gone}, [])
             until(partial(lost.__contains__, gone.peer))
         assert not [peer for peer in lost if peer.incarnation.startswith("bad")]
@@ -278,13 +277,8 @@ def test_a_malformed_host_is_a_failed_handshake(host: str, refusing: int) -> Non
         fetch_metadata(host, refusing, "p", 0.2)
 
 
-def test_who_cannot_be_told_is_told_again(
-    child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_cannot_be_told_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report of a worker's end may raise; the probe's thread survives."""
-    process, identity = child
-    process.kill()
-    process.wait()
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
     told: list[Peer] = []
 
@@ -295,7 +289,7 @@ def test_who_cannot_be_told_is_told_again(
 
     watcher = WorkerProbe(0.2, b"", tell)
     try:
-        watcher.watch({suspect(identity)}, [])
+        watcher.watch({suspect(GONE)}, [])
         until(lambda: len(told) > 1)
     finally:
         watcher.close()
@@ -347,13 +341,8 @@ def test_a_worker_that_is_dead_frees_the_blocks(
     until(lambda: snapshot(consumer.runtime).probed == frozenset())
 
 
-def test_a_probe_that_cannot_start_is_started_later(
-    monkeypatch: pytest.MonkeyPatch, child: tuple[subprocess.Popen[bytes], ProcessIdentity]
-) -> None:
+def test_a_probe_that_cannot_start_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may have no thread left, or the device no memory."""
-    process, identity = child
-    process.kill()
-    process.wait()
     lost: list[Peer] = []
     problems: list[Exception] = [RuntimeError("can't start new thread"), RuntimeError("no memory on the device")]
     start = threading.Thread.start
@@ -371,7 +360,7 @@ def test_a_probe_that_cannot_start_is_started_later(
     prober = WorkerProbe(1.0, b"", lambda peer, reason: lost.append(peer), no_device_at_first)
 
     def watched_and_lost() -> bool:
-        prober.watch([suspect(identity)], [])
+        prober.watch([suspect(GONE)], [])
         return bool(lost)
 
     until(watched_and_lost)

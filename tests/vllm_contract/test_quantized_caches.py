@@ -96,9 +96,3 @@ def test_other_scales_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for other in (fp8_rank(0.5, 0.125).layout, fp8_rank(1.0, 0.25, tp_rank=1).layout):
         with pytest.raises(IncompatiblePeerError, match=r"packing of layer .*k_scale 0.5, v_scale 0.25"):
             check_compatible(other, ours)
-
-
-def test_scales_of_a_float_cache_do_not_matter() -> None:
-    """vLLM sets scales on every attention layer; a float cache does not use them."""
-    (pages, _) = memory_rank(config(), {LAYER: full()}).layout.groups[0].layers
-    assert "scale" not in pages.packing

@@ -254,3 +254,12 @@ def test_workers_whose_producer_dies(impatient: Callable[..., Worker], when: str
     assert (found.request_id, found.transfer_id) == ("r", "t")
     assert found.failure is not None
     assert consumer.runtime.counts()["quarantined"] == 0
+
+
+@pytest.mark.parametrize("multiple", [0, sides.BLOCK])
+def test_an_engine_that_samples_no_first_tokens_refuses_to(multiple: int) -> None:
+    """Its model has states, or it speculates."""
+    producer = sides.scheduler()
+    producer.productions.first_token_multiple = multiple
+    producer.new_request(sides.request(sides.PRODUCE | {"first_token": True}))
+    assert len(orders(producer).expects) == bool(multiple)

@@ -152,23 +152,6 @@ def test_a_metadata_cannot_be_overheard(serve: Callable[..., MetadataServer]) ->
         assert (QUESTION in ear.heard, b"transport_metadata" in ear.said) == (clear, clear)
 
 
-def test_what_was_overheard_cannot_be_replayed(serve: Callable[..., MetadataServer]) -> None:
-    """A replay of the same bytes gets no agent metadata."""
-    server = serve(SECRET)
-    ear = Eavesdropper(server.port)
-    fetch(ear.port, SECRET)
-    said = len(ear.said)
-    with connect(server.port) as replay:
-        replay.sendall(ear.heard)
-        replay.shutdown(socket.SHUT_WR)
-        answered = b""
-        with contextlib.suppress(ConnectionError):
-            while part := replay.recv(4096):
-                answered += part
-    assert len(answered) < said
-    assert fetch(server.port, SECRET) == "p"
-
-
 # ---- hostile peers -----------------------------------------------------------------------------
 
 

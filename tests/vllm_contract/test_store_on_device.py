@@ -5,9 +5,7 @@ Device memory is CPU memory here. ``tests/store/test_device_copies.py`` shows by
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,13 +35,6 @@ class HeldEvent(torch.cpu.Event):
 
     def query(self) -> bool:
         return HeldEvent.passed
-
-
-@pytest.fixture
-def staging(tmp_path: Path) -> Iterator[Staging]:
-    made = Staging(1 << 20, tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -15,23 +15,13 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from connectors.planning.descriptors import Runs
 from connectors.planning.layout import EngineLayout, MemoryKind
-from connectors.store.keys.names import Feature
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from tests.campaigns.store import scheduling
 from tests.vllm_contract.workers import until
 
 TWO_ENGINES = [(40, 16, True, True, 1, False), (60, 32, False, False, 4, False)]
 WITH_STATES = [(40, 16, False, True, 1, True), (90, 16, False, False, 2, True)]
-
-
-@pytest.mark.parametrize("kinds", [TWO_ENGINES, WITH_STATES], ids=["windows", "states"])
-def test_two_engines_share_what_they_compute(tmp_path: Path, kinds: list[scheduling.Kind]) -> None:
-    """The second engine has another TP size, and loads objects of the first."""
-    counts = scheduling.run(tmp_path / "store", 3, 60, kinds)
-    assert counts["loads"] > 0
-    assert counts["images"] > 0
 
 
 class LateEvent(torch.cpu.Event):
@@ -92,29 +82,6 @@ def test_an_object_that_is_gone_is_stored_again(tmp_path: Path) -> None:
     assert len(list(objects.glob("*/*"))) == stored
     assert compute(engine, "third") == 0, "all of it is loaded"
     engine.close()
-
-
-def test_a_copy_that_is_left_out_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The campaign detects KV that vLLM counts as computed although no rank has copied it."""
-
-    def copy_nothing(runs: Runs) -> None:
-        pass
-
-    monkeypatch.setattr("connectors.store.copying.copy_runs", copy_nothing)
-    with pytest.raises(AssertionError, match="is not its own"):
-        scheduling.run(tmp_path / "store", 3, 60, TWO_ENGINES)
-
-
-def test_an_image_that_keys_leave_out_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KV of another image of equal size would be loaded."""
-
-    def nameless(identifier: str, offset: int) -> Feature:
-        return Feature("", offset)
-
-    monkeypatch.setattr("connectors.vllm_hma.kv_store.scheduler.Feature", nameless)
-    with pytest.raises(AssertionError, match="is not its own"):
-        # The store's threads decide what is loaded, so one engine may load no such KV.
-        scheduling.run(tmp_path / "store", 3, 200, TWO_ENGINES[:1] * 5)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

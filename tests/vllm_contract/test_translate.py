@@ -19,7 +19,6 @@ from vllm.v1.kv_cache_interface import (
 
 from connectors.errors import UnsupportedCacheError
 from connectors.planning.layout import GroupKind
-from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes, only_states_can_lag
 from tests.vllm_contract.caches import (
     BLOCK_ELEMENTS,
@@ -143,16 +142,6 @@ def test_views_that_are_not_the_spec_are_refused() -> None:
     ):
         with pytest.raises(UnsupportedCacheError, match=told):
             engine_layout(vllm_config(), cache_config((["f"], spec)), {"f": view}, tp_rank=0)
-
-
-def test_identity_tells_models_apart() -> None:
-    """One model at two paths has one identity; other weights under the same configuration have
-    another.
-    """
-    assert model_identity(vllm_config()) == model_identity(vllm_config(max_model_len=1024))
-    assert model_identity(vllm_config()) != model_identity(vllm_config(dtype="bfloat16"))
-    other_window = vllm_config(hf_overrides=frozenset({("sliding_window", 64)}))
-    assert model_identity(vllm_config()).model != model_identity(other_window).model
 
 
 STATE = MambaSpec(block_size=BLOCK_TOKENS, shapes=((3, 64), (4, 16, 16)), dtypes=(torch.float32, torch.float32))

@@ -10,14 +10,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from vllm import _custom_ops as ops
 from vllm.sampling_params import SamplingParams
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from connectors.planning.blocks import wanted_blocks, wanted_units
 from connectors.planning.layout import MemoryKind
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.kv_store.worker import StoreWorker
@@ -27,14 +24,11 @@ from testing.connector_state import snapshot
 from tests.campaigns.schedules import scheduling
 from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, STOP_TOKEN, WINDOW_TOKENS, Engine
 from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
-from tests.vllm_contract.memory_engines import config, memory_rank, plans_for, transfer, units
 from tests.vllm_contract.scheduler_sides import CONSUME
-from tests.vllm_contract.test_packed_pages import LAYER
 from tests.vllm_contract.test_streaming import SlowFence
 from tests.vllm_contract.workers import ARRIVED, FAILED, SENT, Worker, compute, receive, results, until
 
 PROMPT = list(range(10, 110))
-HEADS, HEAD_SIZE = 2, 64
 Decode = Callable[..., tuple[Worker, SlowFence]]
 
 
@@ -90,18 +84,6 @@ def test_vllm_zeroes_the_blocks_that_a_transfer_fills_in_part(engine: Engine) ->
     assert zeroed is not None
     assert {*everything[:2], *everything[3:6]}.isdisjoint(zeroed)
     assert {everything[6], *(window[at] for window in windows for at in (3, 6))} <= {*zeroed}
-
-
-def test_a_cache_that_vllm_does_not_zero() -> None:
-    """Stale numbers of the same dtype are finite, and attention masks them."""
-    engine = Engine(0, 60, prefix_caching=True, asynchronous=False)
-    try:
-        add(engine, "r", PROMPT, **CONSUME)
-        output = step(engine)
-        assert output.kv_connector_metadata.receives
-        assert output.new_block_ids_to_zero is None
-    finally:
-        engine.close()
 
 
 @pytest.fixture
@@ -165,81 +147,3 @@ def test_a_request_that_ends_before_the_kernels_have_run(
         assert results(producer) == ({"q"}, set(), set())
     fence.done.update(fence.marked)
     until(lambda: snapshot(consumer.runtime).consumer.receptions == {"s": "offered"})
-
-
-@pytest.mark.parametrize("clean", [True, False])
-def test_attention_reads_the_rest_of_a_block(clean: bool) -> None:
-    """A transfer of 70 tokens from blocks of 32 to a block of 128 writes three units of 32 tokens.
-    The attention of token 99 reads a part of the rest, with weight 0.
-    """
-    isa = _get_attn_isa(torch.float32, 32, HEAD_SIZE)
-    spec = {"num_kv_heads": HEADS, "head_size": HEAD_SIZE}
-    producer = memory_rank(config(1, 32), {LAYER: full(block_size=32, **spec)})
-    consumer = memory_rank(config(1, 128), {LAYER: full(block_size=128, **spec)})
-    (plan,) = plans_for([producer], consumer)
-    (shape,) = plan.shapes
-    (group,) = consumer.layout.groups
-    key, value, query = torch.randn(3, 100, HEADS, HEAD_SIZE)
-    write(isa, producer.views[LAYER], key[:70], value[:70], torch.arange(70) + 32)
-    consumer.views[LAYER].fill_(0 if clean else torch.nan)
-    wanted = wanted_units(group, wanted_blocks(group, [5], 0, 70), shape, 70)
-    assert wanted.units.tolist() == [0, 1, 2]
-    sources = [(int(unit) + 1, 0) for unit in wanted.units]
-    targets = list(zip(wanted.dst_ids.tolist(), wanted.dst_parts.tolist(), strict=True))
-    transfer([producer], consumer, [units(0, shape, sources, targets)])
-    # The engine then computes tokens 70 to 99.
-    write(isa, consumer.views[LAYER], key[70:], value[70:], torch.arange(70, 100) + 5 * 128)
-    found = attend(isa, consumer.views[LAYER], query[99:], 100, [5])
-    scores = torch.einsum("hd,thd->ht", query[99], key) * HEAD_SIZE**-0.5
-    expected = torch.einsum("ht,thd->hd", scores.softmax(1), value)
-    assert torch.allclose(found[0], expected, atol=1e-4) is clean
-    assert bool(found.isnan().any()) is not clean
-
-
-def halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks, heads, tokens, content = cache.shape
-    keys, values = cache.view(blocks, heads, 2 * tokens, content // 2).chunk(2, dim=2)
-    return keys, values
-
-
-def write(isa: str, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-    ops.cpu_attn_reshape_and_cache(key, value, *halves(cache), slots, isa, kv_cache_dtype="auto")
-
-
-def attend(isa: str, cache: torch.Tensor, query: torch.Tensor, tokens: int, table: list[int]) -> torch.Tensor:
-    """Return the attention of the last tokens of a request, as vLLM's CPU backend computes it."""
-    keys, values = halves(cache)
-    lengths = torch.tensor([tokens], dtype=torch.int32)
-    starts = torch.tensor([0, len(query)], dtype=torch.int32)
-    found = torch.empty_like(query)
-    same = {"query_start_loc": starts, "seq_lens": lengths, "causal": True, "kv_cache_dtype": "auto"}
-    metadata = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=1,
-        num_heads=HEADS,
-        num_kv_heads=HEADS,
-        head_dim=HEAD_SIZE,
-        dtype=query.dtype,
-        sliding_window_size=-1,
-        isa=isa,
-        enable_kv_split=False,
-        dynamic_causal=None,
-        **same,
-    )
-    ops.cpu_attention_with_kv_cache(
-        query=query,
-        key_cache=keys,
-        value_cache=values,
-        output=found,
-        scale=HEAD_SIZE**-0.5,
-        alibi_slopes=None,
-        sliding_window=-1,
-        block_table=torch.tensor([table], dtype=torch.int32),
-        softcap=0.0,
-        scheduler_metadata=metadata,
-        s_aux=None,
-        dynamic_causal=None,
-        k_scale=1.0,
-        v_scale=1.0,
-        **same,
-    )
-    return found

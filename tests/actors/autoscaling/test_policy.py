@@ -9,7 +9,6 @@ from ray.serve._private.common import DeploymentID, ReplicaID, ReplicaMetricRepo
 from ray.serve._private.config import DeploymentConfig, ReplicaConfig
 from ray.serve._private.deployment_info import DeploymentInfo
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
-from ray.serve.schema import ServeApplicationSchema
 
 from actors.autoscaling.policy import POLICY, ROLE_POLICY
 from actors.autoscaling.replica_counts import DecodeLoad, PrefillLoad
@@ -101,14 +100,6 @@ def test_an_application_without_both_roles_is_left_alone():
     application = Application(scaled=(DECODE,))
     application.report(DECODE, FULL)
     assert application.state.get_decision_num_replicas({DECODE: 1}) == {}
-
-
-def test_the_name_in_a_config_file():
-    """Serve's schema accepts the policy as documented."""
-    schema = ServeApplicationSchema(
-        import_path="app.main:build", autoscaling_policy={"policy_function": POLICY, "policy_kwargs": TARGETS}
-    )
-    assert AutoscalingPolicy(**schema.autoscaling_policy).get_policy()(**TARGETS)
 
 
 @pytest.mark.parametrize(

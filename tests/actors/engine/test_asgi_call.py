@@ -74,13 +74,6 @@ async def test_a_response_is_its_start_and_its_body(application):
     assert b"".join(body) == b'{"body":"hello","x":"1"}'
 
 
-async def test_an_unknown_path_is_the_applications_answer(application):
-    """A refusal is a response like any other."""
-    start, *_ = [item async for item in call_asgi(application.asgi, Call("GET", "/nope"))]
-    assert isinstance(start, ResponseStart)
-    assert start.status == 404
-
-
 async def test_pieces_come_as_they_are_made(application):
     """The first piece does not wait for the last; accumulated pieces arrive as one."""
     async with aclosing(call_asgi(application.asgi, Call("GET", "/stream"))) as answer:

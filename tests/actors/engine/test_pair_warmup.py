@@ -81,14 +81,6 @@ async def test_engines_that_have_ended_are_forgotten(monkeypatch: pytest.MonkeyP
     assert decode.warm == {"p2", "p3"}
 
 
-async def test_each_data_parallel_rank_warms_up() -> None:
-    """A rank has its own connector, so the handshake of another rank does not help it."""
-    decode = Unstarted(ranks=2)
-    await decode.warm_up_new_pairs()
-    assert sorted(decode.engine.fetched) == [(0, "near"), (1, "near")]
-    assert decode.warm == {"near"}
-
-
 async def test_a_starting_prefill_replica_meets_the_other_ranks_of_one_that_it_cannot_meet() -> None:
     """The replica waits for the timeout of one probe, so it fetches all probes at once."""
     decode = Unstarted(ranks=2)

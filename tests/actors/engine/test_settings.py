@@ -1,7 +1,6 @@
 """A wrong configuration is refused by the name of its key, before anything starts."""
 
 import pickle
-from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
@@ -19,11 +18,8 @@ from configs.reference import SECTIONS
 from configs.settings.base import SettingsError
 from configs.settings.kv import KVStoreSettings, TransferSettings
 from configs.settings.parsing import parse_settings
-from configs.settings.service import ServiceSettings
 from connectors.vllm_hma.config import parse_config
 from testing.serve_objects import deployment_of, replica_config_of
-
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 
 @pytest.mark.parametrize(
@@ -192,14 +188,6 @@ def test_an_engines_environment(tmp_path):
     arguments = {role: engine_arguments(settings, role) for role in ("prefill", "decode")}
     assert {"dtype", "data_parallel_size"} & arguments["prefill"].keys() == {"data_parallel_size"}
     assert {"dtype", "data_parallel_size"} & arguments["decode"].keys() == {"dtype"}
-
-
-def test_the_demo_is_served_under_a_name_of_its_own():
-    """Clients do not see the installation path of the package."""
-    settings = ServiceSettings()
-    assert settings.model_name == "tandem-demo"
-    assert Path(settings.model_path).is_absolute()
-    assert settings.model_path.endswith("app/demo/model")
 
 
 def test_transfer_settings_are_the_connectors():

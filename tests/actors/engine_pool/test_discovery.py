@@ -30,17 +30,6 @@ def test_equals_take_turns():
     assert firsts == {"a": 3, "b": 3, "c": 3}
 
 
-def test_all_are_ranked():
-    """If the first replica has no slot, Serve tries the next one."""
-    assert sorted(rank({"b": 4, "a": 0, "c": 2}, 5)) == ["a", "b", "c"]
-    assert rank({"b": 4, "a": 0, "c": 2}, 5) == ["a", "c", "b"]
-
-
-def test_no_replica_no_rank():
-    """An empty deployment is not an error here."""
-    assert rank({}, 3) == []
-
-
 def test_a_replica_to_avoid_is_not_ranked():
     """A dead engine seems idle, and is not ranked."""
     assert rank({"a": 0, "b": 5, "c": 2}, 0, avoid={"a", "gone"}) == ["c", "b"]

@@ -249,24 +249,6 @@ async def test_slots_of_other_routers_are_theirs() -> None:
     assert await soon(*waiting) == ["a", "a", "a"]
 
 
-async def test_a_full_engine_is_not_chosen_while_another_has_slots() -> None:
-    """Even a preferred full engine is not chosen while another has slots: a probe takes time."""
-    here = SlotPool(lambda: engines(a=5, b=5))
-    here.record_full("a")
-    await asyncio.sleep(module.REFUSED_S * 1.5)
-    assert await here.take(prefer=["a"]) == "b"
-
-
-async def test_calls_of_other_routers_count() -> None:
-    """The engine's report of other routers' calls counts until it is old."""
-    here = SlotPool(lambda: engines(a=9, b=9))
-    await here.take(prefer=["a"])
-    here.record_accepted("a", 4)
-    assert here.ongoing() == {"a": 4, "b": 0}
-    here.give_back("a")
-    assert here.ongoing() == {"a": 3, "b": 0}
-
-
 async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
     """Replicas start and stop for months; no state of stopped ones remains."""
     found = engines(a=5)

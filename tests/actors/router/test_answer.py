@@ -7,12 +7,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from actors.errors import EngineDownError, EngineError
+from actors.errors import EngineDownError, EngineError, TandemError
 from actors.request import Call, FirstTokenChunk, Heartbeat, ResponseStart, StreamChunk, TokenChunk
 from actors.router.relay import Relay, StreamClock
 from actors.router.splice import Splice
@@ -29,126 +30,88 @@ def token(number: int) -> StreamChunk:
 
 
 DONE = TokenChunk(b"data: [DONE]\n\n", ())
+LARGE = TokenChunk(b'data: {"choices": [{"index": 0, "text": "%s"}]}\n\n' % (b"x" * 20_000), ((0,),))
 
 
-async def pieces(decode: Any) -> list[int]:
-    """Return the number of events in each piece of the answer."""
-    router, p, d = fleet([well], [decode])
-    async with router.answer(request()) as answer:
-        found = []
-        async for piece in body_of(answer):
-            assert piece.endswith(b"\n\n")
-            found.append(piece.count(b"data: "))
-            await asyncio.sleep(0.02)  # a reading client, while all ready data arrives
-    await at_rest(p, d)
-    return found
+def scripted(items: list[Any], after_a_death: list[Any] | None = None) -> Any:
+    """Return a decode engine that sends `items`, pauses for numbers, and raises exceptions."""
 
-
-async def test_what_comes_at_once_goes_on_at_once() -> None:
-    """The first event is a separate piece, because clients wait for it; the rest is one piece."""
-
-    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+    async def serve(call: Call, turn: int) -> AsyncGenerator[Any, None]:
         yield ResponseStart(200, EVENTS)
-        for number in range(10):
-            yield token(number)
-        yield DONE
+        for item in after_a_death if after_a_death is not None and call.replay_log else items:
+            if isinstance(item, Exception):
+                raise item
+            if isinstance(item, float):
+                await asyncio.sleep(item)
+            else:
+                yield item
 
-    assert await pieces(serve) == [1, 10]
-
-
-async def test_what_comes_one_by_one_goes_on_one_by_one() -> None:
-    """No token waits for the next."""
-
-    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        yield ResponseStart(200, EVENTS)
-        for number in range(4):
-            yield token(number)
-            await asyncio.sleep(0.1)
-        yield DONE
-
-    assert await pieces(serve) == [1, 1, 1, 1, 1]
+    return serve
 
 
-async def test_a_sign_of_life_holds_no_token_up() -> None:
-    """A heartbeat may arrive with a token in one read, and the next token much later."""
-
-    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        yield ResponseStart(200, EVENTS)
-        yield token(0)
-        await asyncio.sleep(0.1)
-        yield Heartbeat()
-        yield token(1)
-        yield Heartbeat()
-        await asyncio.sleep(0.1)
-        yield DONE
-
-    assert await pieces(serve) == [1, 1, 1]
+TOKENS = [token(number) for number in range(10)]
 
 
-async def test_what_is_put_together_has_bounds() -> None:
-    """A client that stops reading for a while gets the accumulated data in pieces; others are
-    served between them.
-    """
-
-    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        yield ResponseStart(200, EVENTS)
-        for number in range(20):
-            yield TokenChunk(b'data: {"choices": [{"index": 0, "text": "%s"}]}\n\n' % (b"x" * 20_000), ((number,),))
-        yield DONE
-
-    found = await pieces(serve)
-    assert max(found[1:]) <= 5
-    assert sum(found) == 21
-
-
-async def test_nothing_that_came_before_a_death_is_lost() -> None:
-    """Data that arrived with the report of the death is sent, and another engine continues after
-    it.
-    """
-    known: list[int] = []
-
-    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        known.append(len(call.replay_log))
-        yield ResponseStart(200, EVENTS)
-        for number in range(6 if len(known) == 1 else 10):
-            yield token(number)
-        if len(known) == 1:
-            raise EngineDownError("killed")
-        yield DONE
-
+@pytest.mark.parametrize(
+    ("items", "pieces"),
+    [
+        # The first event is a separate piece, because clients wait for it; the rest is one piece.
+        ([*TOKENS, DONE], [1, 10]),
+        # No token waits for the next, also if a heartbeat arrives with it.
+        ([item for one in TOKENS[:4] for item in (one, 0.1)] + [DONE], [1] * 5),
+        ([TOKENS[0], 0.1, Heartbeat(), TOKENS[1], Heartbeat(), 0.1, DONE], [1, 1, 1]),
+        # A client that stops reading gets bounded pieces; others are served between them.
+        ([LARGE] * 20 + [DONE], [1, 4, 4, 4, 4, 4]),
+        # What arrived before a death or an error is sent, and another engine continues after it.
+        ([*TOKENS[:6], EngineDownError("killed")], [1, 5, 5]),
+        ([*TOKENS[:6], EngineError("failed")], [1, 5]),
+    ],
+    ids=["at once", "one by one", "heartbeats", "large", "death", "error"],
+)
+async def test_pieces_of_a_stream(items: list[Any], pieces: list[int]) -> None:
+    serve = scripted(items, [*TOKENS, DONE])
     router, p, d = fleet([well] * 2, [serve] * 2)
-    async with router.answer(request()) as answer:
-        body = b""
-        async for piece in body_of(answer):
-            body += piece
-            await asyncio.sleep(0.02)
-    assert [text.split(b'"')[0] for text in body.split(b'"text": "')[1:]] == [b"%d" % number for number in range(10)]
-    assert known == [0, 6]
-    await at_rest(p, d)
-
-
-async def test_nothing_that_came_before_an_error_is_lost() -> None:
-    """An engine that fails in mid-stream: the client receives everything before the failure."""
-
-    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        yield ResponseStart(200, EVENTS)
-        for number in range(6):
-            yield token(number)
-        raise EngineError("failed")
-
-    router, p, d = fleet([well], [serve])
     found: list[bytes] = []
 
     async def read() -> None:
         async with router.answer(request()) as answer:
             async for piece in body_of(answer):
                 found.append(piece)
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.02)  # a reading client, while all ready data arrives
 
-    with pytest.raises(EngineError):
+    with pytest.raises(EngineError) if isinstance(items[-1], EngineError) else nullcontext():
         await read()
-    assert b"".join(found).count(b"data: ") == 6
+    assert all(piece.endswith(b"\n\n") for piece in found)
+    assert [piece.count(b"data: ") for piece in found] == pieces
+    texts = [text.split(b'"')[0] for text in b"".join(found).split(b'"text": "')[1:]]
+    assert items[0] is LARGE or texts == [b"%d" % number for number in range(len(texts))]
     await at_rest(p, d)
+
+
+@pytest.mark.parametrize(
+    ("paused", "heard", "ends", "told"),
+    [
+        (0, 0, 2, "engine sent nothing"),
+        (0, 99, 10, "engine sent no data"),
+        # The engine's items are not read while the client takes none: its limits begin anew.
+        (5, 0, 6, "engine sent nothing"),
+        (5, 99, 14, "engine sent no data"),
+        (99, 99, 10, "client read nothing"),
+    ],
+)
+async def test_limits_of_a_stream(paused: int, heard: int, ends: int, told: str) -> None:
+    """In seconds; the client pauses and the engine is heard before these times."""
+    call: Any = SimpleNamespace(has_items=False, over=False, error=None, heard=False, reader=None)
+    writer: Any = SimpleNamespace(paused=True, on_resume=None, write=None)
+    relay, start = Relay(call, deque(), Splice(True, RouterMetrics()), writer, 2, 10), asyncio.get_running_loop().time()
+    running = asyncio.create_task(relay.run(StreamClock()))
+    for now in range(ends + 1):
+        await asyncio.sleep(0)
+        assert not running.done(), now
+        writer.paused, call.heard = now < paused, now < heard
+        relay.check(start + now)
+    with pytest.raises(TandemError, match=told):
+        await running
 
 
 async def test_nothing_is_read_after_the_last_event() -> None:

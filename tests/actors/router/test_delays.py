@@ -130,23 +130,6 @@ async def test_a_delay_of_a_remote_request_is_in_its_part(stage, part):
     assert breakdown.total_s >= DELAY_S
 
 
-@pytest.mark.parametrize(
-    ("stage", "part"),
-    [
-        ("decode's tokenizer", "frontend"),
-        ("decode's queue", "decode_queue"),
-        ("first step", "prefill"),
-        ("detokenizer", "frontend"),
-    ],
-)
-async def test_a_delay_of_a_local_request_is_in_its_part(stage, part):
-    """Decode computes the prompt with its first step."""
-    engines = Engines(**{stage: DELAY_S})
-    parts = (await breakdown_of(engines, request(echo=True))).parts
-    assert max(parts, key=parts.__getitem__) == part, parts
-    assert parts.keys() <= {"body", "router", "slot_wait", "hops", "frontend", "decode_queue", "prefill"}
-
-
 async def test_waiting_for_a_slot_is_in_its_part(monkeypatch):
     """The router waits for a slot before it sends any call."""
     engines = Engines()
@@ -159,21 +142,6 @@ async def test_waiting_for_a_slot_is_in_its_part(monkeypatch):
     monkeypatch.setattr(engines.decode, "take", late)
     parts = (await breakdown_of(engines, request())).parts
     assert max(parts, key=parts.__getitem__) == "slot_wait", parts
-
-
-async def test_prefill_is_heard_though_its_answer_comes_late():
-    """KV and decode's first token may overtake prefill's answer; its call ends with the answer."""
-    engines = Engines(**{"prefill's answer": DELAY_S, "prefill": DELAY_S}, streaming=8 * DELAY_S)
-    async with engines.router.answer(request()) as answer:
-        assert not answer.accounted
-        assert (engines.prefill.taken, engines.prefill.running) == (0, 1)
-        await answer.account(20)
-        assert answer.accounted
-        assert answer.breakdown.parts["prefill"] >= DELAY_S * 0.99
-        assert "unexplained" not in answer.breakdown.parts
-        await asyncio.wait_for(_is_over(engines.prefill), 20)
-        assert engines.decode.taken == 1
-    await at_rest(engines.prefill, engines.decode)
 
 
 @pytest.mark.parametrize(

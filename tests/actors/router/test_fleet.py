@@ -109,27 +109,6 @@ async def test_a_second_turn_goes_to_the_engine_that_has_the_first():
     await at_rest(engines.p, engines.d)
 
 
-@pytest.mark.parametrize(
-    ("policy", "routes", "decode", "prefill"),
-    [
-        ("round_robin", {"remote"}, "defdef", "pqpqpq"),
-        ("always_remote", {"remote"}, None, None),
-        ("never_remote", {"local"}, None, ""),
-    ],
-)
-async def test_policies(policy, routes, decode, prefill):
-    """The policy applies from the second request on: the first one finds the replicas."""
-    engines = Engines(limits(policy=policy), prefill="pq", decode="def")
-    await engines.ask(ids(1000))
-    asked = [await engines.ask(ids(1000, n * 1000)) for n in range(1, 7)]
-    assert {told["route"] for told, _ in asked} == routes
-    took = "".join("".join(one) for _, one in asked)
-    for role, wanted in (("def", decode), ("pq", prefill)):
-        used = "".join(name for name in took if name in role)
-        assert wanted is None or sorted(used) == sorted(wanted)
-    await at_rest(engines.p, engines.d)
-
-
 async def test_a_session_stays_with_its_decode_replica():
     """Once the router knows the replicas, other load does not move a session."""
     engines = Engines(limits(policy="round_robin"), decode="defg")
@@ -137,29 +116,6 @@ async def test_a_session_stays_with_its_decode_replica():
     took = [(await engines.ask(ids(100, 100 * n), session=str(n % 5)))[1] for n in range(20)]
     for session in range(5):
         assert len({tuple(set("defg") & set(one)) for one in took[session::5]}) == 1
-    await at_rest(engines.p, engines.d)
-
-
-@pytest.mark.parametrize(
-    "prompt", ["", "x", "text " * 1000, [], [5], ids(3000), ["one", "two"], [[1, 2], [3]], [[]], [""], None, {"a": 1}]
-)
-@pytest.mark.parametrize("stream", [True, False])
-async def test_prompts_of_any_shape_are_decided_on(prompt, stream):
-    """The engine refuses invalid requests."""
-    engines = Engines(limits(), prefill="pq", decode="de")
-    for _ in range(2):
-        told, _ = await engines.ask(prompt, stream=stream)
-    assert told["prompt_tokens"] >= 1
-    await at_rest(engines.p, engines.d)
-
-
-async def test_without_prefill_replicas_decode_serves_at_once():
-    """No request waits for a role that is known to have no replica."""
-    engines = Engines(limits(), prefill="p")
-    await engines.ask(ids(1000))
-    engines.p.replicas.clear()
-    told, took = await engines.ask(ids(4000, 5000))
-    assert (told["route"], told["reason"], took) == ("local", "no_prefill", ["d"])
     await at_rest(engines.p, engines.d)
 
 

@@ -1,8 +1,4 @@
-"""The router over real Serve handles, with engines that misbehave on demand.
-
-`Engine` has the actors' interface, and a request's prompt determines its behaviour. A decode leg
-with `kv_transfer_params` waits for KV that does not arrive until its prefill leg answers.
-"""
+"""The router over real Serve handles, with actors that have no engine."""
 
 import asyncio
 import json
@@ -20,16 +16,11 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.serve.config import RequestRouterConfig
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
-from actors.engine.asgi_call import Notices, call_asgi
+from actors.engine.asgi_call import Notices
 from actors.engine.split.split_call import SplitCall
 from actors.engine_pool.serve_discovery import DiscoveryRouter
-from actors.errors import EngineDownError
-from actors.request import TRANSFER_FIELD, Accepted, Call, ResponseStart, StreamChunk, TokenChunk
+from actors.request import TRANSFER_FIELD, Accepted, Call, ResponseStart, StreamChunk
 from actors.router.peer_routers import STATUS_AGE_S
 from actors.rpc.client import Channels
 from actors.rpc.messages import RpcRequest
@@ -40,30 +31,20 @@ from app.main import ROUTER_ENVIRONMENT, DeployedModel, HttpRouter
 from configs.settings.router import RouterSettings, RoutingSettings
 from testing.ports import free_port
 from testing.sse import said
-from testing.timing import server_timing
-from tests.actors.behaviours import TOKENS, engine
+from tests.actors.behaviours import JSON, TOKENS, engine
 from tests.actors.fleet import SOURCE
 
 SETTINGS = RouterSettings(
     http_port=None,
     access_log=False,
-    # Longer than a pause of a busy machine, also after a prefill leg that the router has cancelled.
-    request_timeout_s=10,
-    first_token_timeout_s=10,
-    idle_timeout_s=20,
-    body_timeout_s=20,
-    keep_alive_s=None,  # the first token may come after the default
+    # Longer than a pause of a busy machine.
+    keep_alive_s=None,
     prefill_timeout_s=5,
     prefill_wait_s=0.2,
     replica_timeout_s=1,
     metrics_timeout_s=20,
-    max_ongoing_sequences=4,
-    retry_after_s=7,
-    max_body_bytes=10_000,
     routing=RoutingSettings(policy="round_robin"),
 )
-FIRST_TOKEN = b"data: {}\n\n"
-FOREVER_S = 60.0
 
 
 def exit_once(mark: Path) -> None:
@@ -86,9 +67,6 @@ class Engine:
         self.address = await self.server.open("127.0.0.1", 0)
         self.running = 0
         self.channels = Channels()
-        self.discarded = 0
-        routes = [Route("/v1/completions", self.complete, methods=["POST"])]
-        self.app = Starlette(routes=routes)
 
     def record_replica_metadata(self) -> dict[str, object]:
         producer = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}
@@ -101,45 +79,30 @@ class Engine:
         else:
             yield Accepted("fake")
             answer = self.answer(request.call, Notices(), 0)
-        stream.done = request.transfer_id is None
         self.running += 1
         try:
             async with aclosing(answer) as items:
                 async for item in items:
-                    stream.done = stream.done or (isinstance(item, ResponseStart) and item.status >= 400)
                     yield item
-            if not stream.done:
+            if request.transfer_id is not None:
                 await asyncio.sleep(request.hold_s)
         finally:
             self.running -= 1
-            self.discarded += not stream.done
 
     async def answer(self, call: Call, notices: Notices, _: float) -> AsyncGenerator[object, None]:
-        if "counts" in json.loads(call.body)["prompt"]:
-            async with aclosing(self.count(call)) as items:
-                async for item in items:
-                    yield item
-            return
-        if f"{self.role} dies" in json.loads(call.body)["prompt"]:
-            raise EngineDownError(self.role)
-        async with aclosing(call_asgi(self.app, call, disconnect_s=0.1, notices=notices)) as answer:
-            async for item in answer:
-                if item == b"poison":
-                    raise EngineDownError(self.role)
-                yield TokenChunk(item, ()) if item == FIRST_TOKEN else item
-
-    async def count(self, call: Call) -> AsyncGenerator[object, None]:
-        """Stream forty tokens one by one.
+        """Answer after 0.05 s, or stream forty tokens one by one.
 
         Decode's process ends after `at` of them, if the file `once` is absent.
         """
         body = json.loads(call.body)
-        if self.role == "prefill":
-            yield ResponseStart(200, ())
+        if self.role == "prefill" or not body["stream"]:
+            await asyncio.sleep(0.05)
+            yield ResponseStart(200, JSON)
+            yield json.dumps({"role": self.role, "split": TRANSFER_FIELD in body}).encode()
             return
         sent, known = 0, sum(map(len, call.replay_log))
         async for item in engine(os.getpid(), [1, 2])(call, 1):
-            if sent >= body.get("at", FOREVER_S):
+            if sent >= body.get("at", TOKENS + 1):
                 exit_once(Path(body["once"]))
             yield item
             sent += sum(map(len, item.groups)) if isinstance(item, StreamChunk) else 0
@@ -150,28 +113,7 @@ class Engine:
         return {"role": self.role, "replica": "fake", "running": self.running}
 
     async def metrics(self) -> tuple[str, str]:
-        return "fake", f"# TYPE calls gauge\ncalls {self.running}\n# TYPE gave gauge\ngave {self.discarded}\n"
-
-    async def complete(self, request: Request) -> Response:
-        body = await request.json()
-        prompt = body["prompt"]
-        if f"{self.role} rejects" in prompt:
-            return JSONResponse({"error": {"message": "no", "code": 400}}, status_code=400)
-        if f"{self.role} hangs" in prompt:
-            await asyncio.sleep(FOREVER_S)
-        parked = body.get(TRANSFER_FIELD, {}).get("do_remote_prefill")
-        if parked and "prefill" in prompt:
-            await asyncio.sleep(FOREVER_S)
-        await asyncio.sleep(0.05)
-        if not body.get("stream"):
-            return JSONResponse({"role": self.role, "parked": bool(parked)})
-
-        async def events() -> AsyncGenerator[bytes, None]:
-            yield FIRST_TOKEN
-            await asyncio.sleep(0.1)
-            yield b"poison" if "breaks off" in prompt else b"data: [DONE]\n\n"
-
-        return StreamingResponse(events(), media_type="text/event-stream")
+        return "fake", f"# TYPE calls gauge\ncalls {self.running}\n"
 
 
 def deploy(num_cpus: float = 0.1, routers: int = 1, name: str = "tandem", **settings: object) -> None:
@@ -215,23 +157,17 @@ async def client(url) -> AsyncGenerator[httpx.AsyncClient, None]:
         await idle(client)
 
 
-async def ask(client: httpx.AsyncClient, prompt: str, explain: bool = False, **more: object) -> httpx.Response:
-    headers = {"x-tandem-explain": "1"} if explain else {}
-    return await client.post("/v1/completions", json={"prompt": prompt, **more}, headers=headers)
+async def ask(client: httpx.AsyncClient, stream: bool = False, **more: object) -> httpx.Response:
+    return await client.post("/v1/completions", json={"prompt": "all is well", "stream": stream, **more})
 
 
 async def idle(client: httpx.AsyncClient) -> None:
-    """Every test leaves all actors without a call."""
+    """Wait until no actor has a call."""
     async with asyncio.timeout(60):
         while True:
-            if await ongoing(client) == ["0"] * 3:
+            calls = [line for line in (await exposition(client)).splitlines() if line.startswith("calls{")]
+            if [line.rsplit(" ", 1)[1] for line in calls] == ["0"] * 3:
                 return
-
-
-async def ongoing(client: httpx.AsyncClient) -> list[str]:
-    """Return the sorted numbers of calls of the three actors."""
-    text = await exposition(client)
-    return sorted(line.rsplit(" ", 1)[1] for line in text.splitlines() if line.startswith("calls{"))
 
 
 async def exposition(client: httpx.AsyncClient) -> str:
@@ -242,100 +178,9 @@ async def exposition(client: httpx.AsyncClient) -> str:
 
 async def test_both_legs_answer(client):
     """Decode's answer is relayed; the held prefill leg is ended."""
-    reply = await ask(client, "all is well")
-    assert reply.json() == {"role": "decode", "parked": True}
+    reply = await ask(client)
+    assert reply.json() == {"role": "decode", "split": True}
     assert reply.headers["x-tandem-route"] == "remote"
-
-
-@pytest.mark.parametrize("failure", ["prefill dies", "prefill rejects", "prefill hangs"])
-async def test_a_broken_prefill_leg_leaves_the_request_to_decode(client, failure):
-    """Dead, refusing or later than prefill_timeout_s: without another replica, decode serves the
-    client's own request.
-    """
-    reply = await ask(client, failure)
-    assert reply.json() == {"role": "decode", "parked": False}
-    assert reply.headers["x-tandem-local-reason"] == "prefill_failed"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("prompt", "status"), [("decode dies", 503), ("decode hangs", 504), ("decode rejects", 400)])
-async def test_decodes_end_is_the_requests(client, prompt, status, stream):
-    """An error before the first byte has its own status, also for streams."""
-    reply = await ask(client, prompt, stream=stream)
-    assert reply.status_code == status
-    assert reply.json()["error"]["code"] == status
-    assert "x-tandem-route" not in reply.headers
-    assert reply.headers.get("retry-after") == ("7" if status == 503 else None)
-
-
-async def discarded(client: httpx.AsyncClient) -> float:
-    """Return the number of held calls that the prefill actor was told to discard."""
-    lines = (await exposition(client)).splitlines()
-    (count,) = (line.rsplit(" ", 1)[1] for line in lines if line.startswith("gave{") and 'role="prefill"' in line)
-    return float(count)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "times"),
-    [
-        ("all is well", 0),
-        ("breaks off", 0),
-        ("prefill rejects", 0),
-        ("decode rejects", 1),
-        ("decode dies", 2),  # both prefill replicas, each with its own transfer
-        ("prefill hangs", 1),
-    ],
-)
-async def test_kv_that_decode_does_not_fetch_is_discarded(client, prompt, times):
-    """The router discards the KV while the call is held, so the replica still has the transfer."""
-    before = await discarded(client)
-    await ask(client, prompt)
-    await idle(client)
-    assert await discarded(client) == before + times
-
-
-async def test_kv_of_a_client_that_leaves_is_discarded(client):
-    """Decode may not have received the transfer."""
-    before = await discarded(client)
-    asking = asyncio.create_task(ask(client, "decode hangs"))
-    async with asyncio.timeout(60):
-        while await ongoing(client) != ["0", "1", "1"]:  # prefill holds its call, and decode has one
-            assert not asking.done()
-    asking.cancel()
-    await asyncio.wait({asking})
-    await idle(client)
-    assert await discarded(client) == before + 1
-
-
-async def test_a_stream_that_breaks_off_says_so(client):
-    """Sent data stays; an error event and the end mark follow."""
-    reply = await ask(client, "breaks off", stream=True)
-    first, error, done = reply.text.strip().split("\n\n")
-    assert (reply.status_code, first, done) == (200, "data: {}", "data: [DONE]")
-    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
-
-
-async def test_too_many_requests_are_refused_at_once(client):
-    """Requests within the limit are served; the others get 429 with Retry-After."""
-    replies = await asyncio.gather(*(ask(client, "decode hangs") for _ in range(6)))
-    assert sorted(reply.status_code for reply in replies) == [429, 429, 504, 504, 504, 504]
-    refused = next(reply for reply in replies if reply.status_code == 429)
-    assert refused.headers["retry-after"] == "7"
-    assert refused.json()["error"]["type"] == "RateLimitError"
-
-
-@pytest.mark.parametrize("prompt", ["decode hangs", "prefill hangs", "both are well"])
-async def test_a_client_that_leaves_ends_both_calls(client, prompt):
-    """The fixture waits until both actors have no call."""
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.03):
-            await ask(client, prompt)
-
-
-async def test_health_names_the_replicas(client):
-    """The response counts the replicas that Serve has published, by role."""
-    reply = await client.get("/health")
-    assert (reply.status_code, reply.json()) == (200, {"status": "ok", "replicas": {"prefill": 1, "decode": 2}})
 
 
 def counted(reply: httpx.Response) -> str:
@@ -352,7 +197,7 @@ ALL = "".join(f"<{token}>" for token in range(TOKENS))
 @pytest.mark.parametrize("at", [0, 1, 17])
 async def test_a_stream_outlives_its_actor(client, tmp_path, at):
     """Ray reports that the process has ended, before and after the first byte."""
-    reply = await ask(client, "counts", stream=True, at=at, once=str(tmp_path / "once"))
+    reply = await ask(client, stream=True, at=at, once=str(tmp_path / "once"))
     assert (tmp_path / "once").exists()
     assert counted(reply) == ALL
 
@@ -362,7 +207,7 @@ async def test_streams_outlive_a_rolling_restart(client):
     restarting = asyncio.create_task(asyncio.to_thread(deploy, 0.11))
     replies: list[Any] = []
     while not restarting.done() or len(replies) < 8:
-        replies += await asyncio.gather(*(ask(client, "counts", stream=True) for _ in range(3)))
+        replies += await asyncio.gather(*(ask(client, stream=True) for _ in range(3)))
     await restarting
     assert {counted(reply) for reply in replies} == {ALL}
 
@@ -372,7 +217,7 @@ async def test_whichever_router_answers_it_tells_of_all(client):
     await asyncio.to_thread(deploy, routers=2)
     before = sum(answered(await exposition(client)).values())
     for _ in range(12):
-        assert (await ask(client, "all is well")).status_code == 200
+        assert (await ask(client)).status_code == 200
     await asyncio.sleep(OPEN_AGE_S)  # the router returns a cached response for this time
     texts = [(await client.get("/metrics")).text for _ in range(12)]
     counts = [answered(text) for text in texts]
@@ -398,18 +243,6 @@ def answered(exposition: str) -> dict[str, float]:
                 replica = sample.labels["replica"]
                 found[replica] = found.get(replica, 0.0) + sample.value
     return found
-
-
-async def test_a_client_that_asks_is_told_where_its_time_went(client):
-    """These engines report no timings, and the router invents none; clients without the header
-    get none.
-    """
-    reply = await ask(client, "all is well", explain=True)
-    parts = server_timing(reply)
-    total = parts.pop("total")
-    assert sum(parts.values()) == pytest.approx(total, abs=0.1)
-    assert parts["unexplained"] >= 50, "how long decode takes"
-    assert "server-timing" not in (await ask(client, "all is well")).headers
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from actors.errors import DeadlineError, EngineDownError, EngineError, SilentErr
 from actors.request import Accepted
 from actors.rpc import client, server_connection
 from actors.rpc.address import RpcAddress
-from actors.rpc.messages import LENGTH, EndStream, Reply, RpcRefused, RpcWelcome, StreamItem, encode
+from actors.rpc.messages import LENGTH, EndStream, RpcRefused, RpcWelcome, StreamItem, encode
 from actors.rpc.protocol import WINDOW_BYTES
 from tests.actors.rpc.world import CALL, ITEMS, PIECE_BYTES, POURED, WAIT_S, World, items, joined, read, settled, until
 
@@ -146,13 +146,6 @@ async def test_an_item_after_the_end(world: World) -> None:
     async with elsewhere(world, said, stays=True) as call:
         assert await items(call) == [Accepted("e", 1)]
         await until(lambda: world.engines.snapshot().open == 0)
-
-
-async def test_a_reply_to_a_call(world: World) -> None:
-    """An engine that confuses streams is disconnected."""
-    async with elsewhere(world, encode([RpcWelcome(1), Reply(1, 3)]), stays=True) as call:
-        with pytest.raises(EngineDownError, match="Reply"):
-            await asyncio.wait_for(read(call, []), WAIT_S)
 
 
 async def test_a_cancelled_call_leaves_the_connection_open(world: World) -> None:

@@ -16,11 +16,10 @@ from actors.engine_pool import engines as engine_pool
 from actors.engine_pool.engine_call import EngineCall
 from actors.engine_pool.slots import SlotPool
 from actors.errors import CannotResumeError, EngineDownError, EngineError, RefusedError
-from actors.request import Accepted, Call, Heartbeat, ProducerAddress
+from actors.request import Accepted, Call, Heartbeat
 from actors.rpc import server
 from actors.rpc.address import enable_keepalive
-from actors.rpc.messages import Open, PrefillCandidate, PrefillOrder, RpcHello, RpcRequest
-from actors.rpc.server import RpcServer
+from actors.rpc.messages import Open, RpcHello, RpcRequest
 from tests.actors.rpc.world import CALL, ITEMS, WAIT_S, Stranger, World, items, joined, read, until
 
 
@@ -36,16 +35,6 @@ def test_a_lost_host_ends_idle_and_busy_connections_after_the_same_time(side: st
             probes_s = option(socket.TCP_KEEPIDLE) + option(socket.TCP_KEEPCNT) * option(socket.TCP_KEEPINTVL)
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert option(socket.TCP_USER_TIMEOUT) == 1000 * probes_s
-
-
-async def test_a_call(world: World) -> None:
-    """All items in order; several calls over one connection, each read to its end."""
-    async with AsyncExitStack() as stack:
-        for _ in range(3):
-            assert joined(await items(await world.call("ends", stack))) == joined(ITEMS)
-    assert {request.call for request in world.served.requests} == {Call("POST", "ends", body=b"{}")}
-    assert world.engines.snapshot().open == 1
-    await world.at_rest()
 
 
 @pytest.mark.parametrize(
@@ -199,14 +188,6 @@ async def test_a_router_that_is_gone(world: World) -> None:
     await stack.aclose()
 
 
-async def test_an_engine_that_is_not_there(world: World) -> None:
-    """No process listens at the engine's former address."""
-    await world.server.close()
-    async with AsyncExitStack() as stack:
-        with pytest.raises(EngineDownError, match="e: cannot connect"):
-            await (await world.call("ends", stack)).__anext__()
-
-
 async def test_a_server_that_closes(world: World) -> None:
     """Calls end with the server, and no task is left."""
     async with AsyncExitStack() as stack:
@@ -226,14 +207,6 @@ async def test_a_server_that_closes(world: World) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_it_listens_where_it_is_told(world: World) -> None:
-    """The server listens on the configured address only; a port in use is an OSError."""
-    with pytest.raises(OSError, match="in use"):
-        await RpcServer(world.served, 1).open("127.0.0.1", world.address.port)
-    other = [one for one in ("127.0.0.2", "127.1.1.1") if socket.socket().connect_ex((one, world.address.port)) == 0]
-    assert not other
-
-
 async def test_the_queue_of_routers_is_known(world: World) -> None:
     """Each router's last call reports its queue."""
     async with AsyncExitStack() as stack:
@@ -243,16 +216,6 @@ async def test_the_queue_of_routers_is_known(world: World) -> None:
             router.say(RpcHello(1, world.address.key), Open(1, RpcRequest(CALL, "another router", 5)))
             await router.answer(1)
         assert world.server.queued() == 5
-
-
-async def test_a_call_carries_its_order(world: World) -> None:
-    """The decode engine receives the prefill engines that it may call."""
-    candidate = PrefillCandidate("p", world.address, ProducerAddress("e", "h", 1, 1, 16))
-    order = PrefillOrder((candidate,), "router", 3, True, 7, 3, 1.5, 20.0, 5.0, 60.0)
-    async with AsyncExitStack() as stack:
-        await items(await world.call("ends", stack, prefill=order))
-    (request,) = world.served.requests
-    assert request.prefill == order
 
 
 async def test_a_slot_that_cannot_be_used_is_returned(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from actors.errors import EngineDownError
 from actors.rpc.address import RpcAddress
 from actors.rpc.client import Channels
 from actors.rpc.server import RpcServer
-from actors.tls import ReloadedTls, TlsFiles, rpc_files, server_context
-from configs.settings.parsing import parse_settings
+from actors.tls import ReloadedTls, TlsFiles, server_context
 from testing.certificates import Authority, MonthsAgo
 from tests.actors.rpc.world import WAIT_S, Served
 
@@ -54,11 +53,6 @@ async def ask(address: RpcAddress, tls: ReloadedTls | None) -> int:
             return await channels.to(address).ask("double", 21)
     finally:
         channels.close()
-
-
-async def test_both_sides_present_a_certificate(ours: Authority) -> None:
-    async with listening(server_context(files(ours, "engine", ours))) as (_, address):
-        assert await ask(address, ReloadedTls(files(ours, "router", ours))) == 42
 
 
 @pytest.mark.parametrize("which", ["foreign router", "foreign engine", "expired router", "no certificate", "no TLS"])
@@ -129,11 +123,3 @@ def test_a_client_tries_files_that_cannot_be_loaded_again(ours: Authority, monke
         ours.issue("router")
         assert client.context() is before
     assert client.context() is not before
-
-
-def test_settings() -> None:
-    """The TLS files are those of the settings; without the setting there are none."""
-    own = {"certfile": "a", "keyfile": "b", "ca_certs": "c"}
-    found = rpc_files(parse_settings({"rpc_tls": own}))
-    assert found == TlsFiles(Path("a"), Path("b"), Path("c"), mutual=True, prefix="rpc_tls.")
-    assert rpc_files(parse_settings({})) is None

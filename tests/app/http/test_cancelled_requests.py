@@ -1,32 +1,86 @@
 """An HTTP request is cancelled, or its client disconnects, at each suspension of any of its tasks.
 
-`tests/actors/router/test_cancellation.py` cancels the router's own task at each of its waits. Here
-the whole HTTP side runs, with key, admission and body, and every wait of every task counts: the
+The whole HTTP side runs, with key, admission and body, and every wait of every task counts: the
 legs' tasks, decode's start, the reader of the client's messages.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from functools import partial
 from typing import Any
 
 import pytest
 
+from actors.request import Call, Heartbeat, ResponseStart
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
 from actors.upstream.uvicorn_protocol import CONNECTION
 from app.http.auth import Authenticated, digest
 from app.http.routes import build_http
 from testing.prometheus import value_of
-from tests.actors.behaviours import JSON, LIMITS, fleet, request, transfers
+from tests.actors.behaviours import (
+    JSON,
+    LIMITS,
+    OK,
+    answers,
+    cut_off,
+    dies,
+    engine,
+    fleet,
+    hangs,
+    request,
+    transfers,
+    well,
+)
 from tests.actors.fleet import Handle, at_rest
-from tests.actors.router.test_cancellation import STORIES
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
 KEY = "of-a-client"
+
+
+def short(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+    """A stream of a few large groups: enough waits, not hundreds."""
+    return engine(2, [14])(call, turn)
+
+
+async def slow_to_answer(call: Call, _: int) -> AsyncGenerator[Any, None]:
+    """A decode engine that has its KV, and computes."""
+    await asyncio.sleep(0.01)
+    yield ResponseStart(200, JSON)
+    await asyncio.sleep(0.01)
+    yield b"{}"
+
+
+async def slow_after_its_first_token(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+    """A decode engine that reports the first token of an answer."""
+    yield Heartbeat(tokens=True)
+    async for item in slow_to_answer(call, turn):
+        yield item
+
+
+STORIES: dict[str, tuple[list[Any], list[Any], dict[str, Any]]] = {
+    "an answer": ([well], [slow_to_answer], {"stream": False}),
+    "an answer whose first token is reported": ([well], [slow_after_its_first_token], {"stream": False}),
+    "a stream": ([well], [short], {}),
+    "decode alone": ([], [short], {}),
+    "n of 2": ([well], [short], {"n": 2}),
+    "echo": ([well], [short], {"echo": True}),
+    "echo, not streamed": ([well], [OK], {"stream": False, "echo": True}),
+    "decode refuses": ([well], [answers(400, {}, 0.01)], {}),
+    "a prefill leg dies": ([dies, well], [short, short], {}),
+    "a prefill leg is late": ([hangs, well], [OK], {"stream": False}),
+    "no prefill leg lives": ([dies, dies], [OK], {"stream": False}),
+    "decode dies before": ([well], [dies, OK], {"stream": False}),
+    "decode dies within": ([well], [cut_off, OK], {"stream": False}),
+    "decode dies in mid-stream": ([well], [engine(1, [14], 20), short], {}),
+}
+"""Prefill's and decode's behaviours, and the request.
+
+The test creates it, because its deadline starts then.
+"""
 
 
 class Suspensions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
 
 import psutil
 import pytest
@@ -25,6 +25,13 @@ def short_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn_protocol, "HEAD_S", HEAD_S)
 
 
+@pytest.fixture
+async def port() -> AsyncGenerator[int, None]:
+    """The port of a server that answers "one"."""
+    async with opened(Behind("one"), port := free_port()):
+        yield port
+
+
 def endless(first: bytes, piece: bytes, count: int = 10_000) -> Iterable[bytes]:
     yield first
     for _ in range(count):
@@ -44,26 +51,23 @@ def endless(first: bytes, piece: bytes, count: int = 10_000) -> Iterable[bytes]:
     ],
     ids=["lines", "one line", "path", "empty lines", "short lines", "trailers", "chunk extension"],
 )
-async def test_what_has_no_end_is_not_kept(first: bytes, piece: bytes) -> None:
+async def test_what_has_no_end_is_not_kept(port: int, first: bytes, piece: bytes) -> None:
     """600 MB before a request or after its body are refused, and the router keeps none of them."""
-    port, process = free_port(), psutil.Process()
-    async with opened(Behind("one"), port):
-        before = process.memory_info().rss
-        said, _ = await said_until_closed(port, endless(first, piece))
-        assert said == b"" or said.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
-        assert process.memory_info().rss - before < 30e6
-        assert await answers(port, 1) == {"one"}
+    process = psutil.Process()
+    before = process.memory_info().rss
+    said, _ = await said_until_closed(port, endless(first, piece))
+    assert said == b"" or said.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
+    assert process.memory_info().rss - before < 30e6
+    assert await answers(port, 1) == {"one"}
 
 
 @pytest.mark.parametrize(("length", "status"), [(60_000, 200), (70_000, 431), (250_000, 431)])
-async def test_a_large_head(length: int, status: int) -> None:
+async def test_a_large_head(port: int, length: int, status: int) -> None:
     """The request header arrives complete, in one piece."""
-    port = free_port()
-    async with opened(Behind("one"), port):
-        head = HEAD + b"Connection: close\r\nx: " + b"a" * length + b"\r\n\r\n"
-        said, _ = await said_until_closed(port, [head])
-        assert said.startswith(b"HTTP/1.1 %d " % status)
-        assert said.count(b"HTTP/1.1") == 1
+    head = HEAD + b"Connection: close\r\nx: " + b"a" * length + b"\r\n\r\n"
+    said, _ = await said_until_closed(port, [head])
+    assert said.startswith(b"HTTP/1.1 %d " % status)
+    assert said.count(b"HTTP/1.1") == 1
 
 
 @pytest.mark.usefixtures("short_head")
@@ -77,52 +81,44 @@ async def test_a_large_head(length: int, status: int) -> None:
     ],
     ids=["half a line", "half a head", "a line at intervals", "empty lines at intervals"],
 )
-async def test_a_head_that_does_not_come(pieces: list[bytes], says: bytes) -> None:
+async def test_a_head_that_does_not_come(port: int, pieces: list[bytes], says: bytes) -> None:
     """The server waits for the header timeout, even if small pieces keep arriving."""
-    port = free_port()
-    async with opened(Behind("one"), port):
-        left = iter(pieces)
-        said, took_s = await said_until_closed(port, left, HEAD_S / 5)
-        assert said.startswith(says)
-        assert bool(said) == bool(says)
-        assert took_s >= HEAD_S
-        if len(pieces) > 1:
-            assert next(left, None) is not None, "the header timeout expires long before the last piece"
+    left = iter(pieces)
+    said, took_s = await said_until_closed(port, left, HEAD_S / 5)
+    assert said.startswith(says)
+    assert bool(said) == bool(says)
+    assert took_s >= HEAD_S
+    if len(pieces) > 1:
+        assert next(left, None) is not None, "the header timeout expires long before the last piece"
 
 
 @pytest.mark.usefixtures("short_head")
 @pytest.mark.parametrize("drip", [b"\r\n", HEAD], ids=["an empty line", "half a head"])
-async def test_a_head_that_does_not_come_after_an_answer(drip: bytes) -> None:
+async def test_a_head_that_does_not_come_after_an_answer(port: int, drip: bytes) -> None:
     """Bytes that stop uvicorn's keep-alive timer start the header timer."""
-    port = free_port()
-    async with opened(Behind("one"), port):
-        said, took_s = await said_until_closed(port, [HEAD + b"\r\n", drip], HEAD_S / 2)
-        assert said.startswith(b"HTTP/1.1 200 ")
-        assert said.count(b"HTTP/1.1 408 ") == (drip == HEAD)
-        assert took_s < SOON_S
+    said, took_s = await said_until_closed(port, [HEAD + b"\r\n", drip], HEAD_S / 2)
+    assert said.startswith(b"HTTP/1.1 200 ")
+    assert said.count(b"HTTP/1.1 408 ") == (drip == HEAD)
+    assert took_s < SOON_S
 
 
 @pytest.mark.usefixtures("short_head")
-async def test_a_body_that_does_not_come_after_its_answer() -> None:
+async def test_a_body_that_does_not_come_after_its_answer(port: int) -> None:
     """The server does not parse the rest of the body as another request."""
-    port = free_port()
-    async with opened(Behind("one"), port):
-        head = b"POST /refuse HTTP/1.1\r\nContent-Length: 1000\r\n\r\n"
-        said, took_s = await said_until_closed(port, [head, *[b"a"] * 100], HEAD_S / 4)
-        assert said.startswith(b"HTTP/1.1 403 ")
-        assert said.count(b"HTTP/1.1") == 1
-        assert took_s < SOON_S
+    head = b"POST /refuse HTTP/1.1\r\nContent-Length: 1000\r\n\r\n"
+    said, took_s = await said_until_closed(port, [head, *[b"a"] * 100], HEAD_S / 4)
+    assert said.startswith(b"HTTP/1.1 403 ")
+    assert said.count(b"HTTP/1.1") == 1
+    assert took_s < SOON_S
 
 
 @pytest.mark.usefixtures("short_head")
-async def test_between_requests_the_other_timer_counts() -> None:
+async def test_between_requests_the_other_timer_counts(port: int) -> None:
     """An idle connection is kept for longer than the header timeout."""
-    port = free_port()
-    async with opened(Behind("one"), port):
-        requests = [HEAD + b"\r\n", HEAD + b"\r\n", HEAD + b"Connection: close\r\n\r\n"]
-        said, took_s = await said_until_closed(port, requests, 2 * HEAD_S)
-        assert said.count(b"HTTP/1.1 200 ") == 3
-        assert took_s >= 4 * HEAD_S
+    requests = [HEAD + b"\r\n", HEAD + b"\r\n", HEAD + b"Connection: close\r\n\r\n"]
+    said, took_s = await said_until_closed(port, requests, 2 * HEAD_S)
+    assert said.count(b"HTTP/1.1 200 ") == 3
+    assert took_s >= 4 * HEAD_S
 
 
 @pytest.mark.parametrize("unread_s", [WAIT_S, 0.1], ids=["within the limit", "beyond the limit"])
@@ -152,42 +148,36 @@ async def test_an_idle_connection_closes(pieces: list[bytes]) -> None:
         assert took_s >= 3 * HEAD_S
 
 
-async def test_headers_in_single_bytes() -> None:
+async def test_headers_in_single_bytes(port: int) -> None:
     """Headers that arrive byte by byte within the header timeout are accepted."""
-    port = free_port()
-    async with opened(Behind("one"), port):
-        slow = HEAD + b"Connection: close\r\n\r\n"
-        said, _ = await said_until_closed(port, [slow[i : i + 1] for i in range(len(slow))], 0.002)
-        assert said.startswith(b"HTTP/1.1 200 ")
+    slow = HEAD + b"Connection: close\r\n\r\n"
+    said, _ = await said_until_closed(port, [slow[i : i + 1] for i in range(len(slow))], 0.002)
+    assert said.startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.usefixtures("short_head")
-async def test_a_body_takes_longer_than_the_header_timeout() -> None:
+async def test_a_body_takes_longer_than_the_header_timeout(port: int) -> None:
     """A large body that arrives slowly, and one in many chunks."""
-    port = free_port()
-    async with opened(Behind("one"), port):
-        close = b"Connection: close\r\n\r\n"
-        head = b"POST /length HTTP/1.1\r\nContent-Length: 8000000\r\n" + close
-        said, took_s = await said_until_closed(port, [head, *[b"a" * 1_000_000] * 8], HEAD_S / 4)
-        assert said.endswith(b"8000000")
-        assert took_s > HEAD_S
-        head = b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n" + close
-        said, _ = await said_until_closed(port, [head + b"1\r\na\r\n" * 100_000 + b"0\r\nX: y\r\n\r\n"])
-        assert said.endswith(b"100000")
+    close = b"Connection: close\r\n\r\n"
+    head = b"POST /length HTTP/1.1\r\nContent-Length: 8000000\r\n" + close
+    said, took_s = await said_until_closed(port, [head, *[b"a" * 1_000_000] * 8], HEAD_S / 4)
+    assert said.endswith(b"8000000")
+    assert took_s > HEAD_S
+    head = b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n" + close
+    said, _ = await said_until_closed(port, [head + b"1\r\na\r\n" * 100_000 + b"0\r\nX: y\r\n\r\n"])
+    assert said.endswith(b"100000")
 
 
 @pytest.mark.usefixtures("short_head")
-async def test_requests_that_come_together() -> None:
+async def test_requests_that_come_together(port: int) -> None:
     """The server answers the first pipelined request and closes the connection, so that clients
     repeat the others. Together the headers may be larger than the limit of one header.
     """
-    port = free_port()
-    async with opened(Behind("one"), port):
-        many = (HEAD + b"x: " + b"a" * 5000 + b"\r\n\r\n") * 40
-        said, _ = await said_until_closed(port, [many + HEAD + b"\r\n"])
-        assert (said.count(b"HTTP/1.1 "), said.count(b"connection: close")) == (1, 1)
-        assert said.startswith(b"HTTP/1.1 200 ")
-        assert said.endswith(b"one")
+    many = (HEAD + b"x: " + b"a" * 5000 + b"\r\n\r\n") * 40
+    said, _ = await said_until_closed(port, [many + HEAD + b"\r\n"])
+    assert (said.count(b"HTTP/1.1 "), said.count(b"connection: close")) == (1, 1)
+    assert said.startswith(b"HTTP/1.1 200 ")
+    assert said.endswith(b"one")
 
 
 @pytest.mark.usefixtures("short_head")
@@ -219,12 +209,10 @@ async def test_headers_during_an_answer(rest: bytes) -> None:
     ],
     ids=["a bad chunk", "a bad chunk after an upgrade", "HTTP/2 without an upgrade", "a tunnel"],
 )
-async def test_what_cannot_be_read(request_bytes: bytes) -> None:
+async def test_what_cannot_be_read(port: int, request_bytes: bytes) -> None:
     """The client receives an error response before the connection closes."""
-    port = free_port()
-    async with opened(Behind("one"), port):
-        said, _ = await said_until_closed(port, [request_bytes])
-        assert said.startswith(b"HTTP/1.1 400 ")
+    said, _ = await said_until_closed(port, [request_bytes])
+    assert said.startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize("rest", [b"no HTTP at all\r\n\r\n", HEAD + b"x: " + b"a" * 70_000 + b"\r\n\r\n"])

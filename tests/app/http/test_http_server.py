@@ -51,20 +51,6 @@ async def until_refused(port: int) -> None:
                 await answers(port, 1)
 
 
-@pytest.mark.usefixtures("tries_long")
-async def test_routers_of_one_service_share_their_port() -> None:
-    """Both routers get requests. After one has closed, the other gets all requests, and none fails
-    meanwhile.
-    """
-    port = free_port()
-    async with opened(Behind("second"), port) as second, opened(Behind("first"), port):
-        assert await answers(port, 60) == {"first", "second"}
-        closing = asyncio.create_task(second.close())
-        while not closing.done():
-            assert await answers(port, 1) <= {"first", "second"}
-        assert await answers(port, 20) == {"first"}
-
-
 async def test_few_open_files_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     """At the limit itself, the event loop would close connections without an error."""
     port = free_port()
@@ -220,18 +206,6 @@ async def test_what_has_begun_is_answered() -> None:
             behind.go_on.set()
             assert await anext(pieces) == " has ended"
         await asyncio.wait_for(closing, WAIT_S)
-
-
-async def test_a_client_that_leaves() -> None:
-    """The server cancels the client's request."""
-    port, behind = free_port(), Behind("a stream")
-    async with opened(behind, port):
-        async with (
-            http(port) as client,
-            client.stream("GET", "/slow") as reply,
-        ):
-            await anext(reply.aiter_text())
-        await asyncio.wait_for(behind.left.wait(), WAIT_S)
 
 
 @pytest.mark.parametrize("body", [0, 10, 1_000_000])

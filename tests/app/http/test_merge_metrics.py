@@ -1,6 +1,5 @@
 """Many expositions become one that a scraper accepts."""
 
-import time
 from collections import Counter as Counter_
 
 import pytest
@@ -27,38 +26,6 @@ def samples(text: str) -> dict[tuple[str, str, str], float]:
             if "le" not in sample.labels:
                 found[sample.name, sample.labels["role"], sample.labels["replica"]] = sample.value
     return found
-
-
-def test_every_sample_keeps_its_value_and_gains_its_origin():
-    """Equal series of two processes stay apart by role and replica."""
-    merged = merge([("prefill", "p1", exposition(3, 0.5)), ("decode", "d1", exposition(5, 1.5))])
-    assert samples(merged) == {
-        ("vllm:requests_total", "prefill", "p1"): 3,
-        ("vllm:requests_total", "decode", "d1"): 5,
-        ("vllm:running", "prefill", "p1"): 3,
-        ("vllm:running", "decode", "d1"): 5,
-        ("vllm:latency_seconds_count", "prefill", "p1"): 1,
-        ("vllm:latency_seconds_count", "decode", "d1"): 1,
-        ("vllm:latency_seconds_sum", "prefill", "p1"): 0.5,
-        ("vllm:latency_seconds_sum", "decode", "d1"): 1.5,
-    }
-    assert 'model="m"' in merged
-
-
-def test_a_family_is_declared_once():
-    """Prometheus refuses a second TYPE line of one name."""
-    merged = merge([("decode", f"d{index}", exposition(1, 1.0)) for index in range(4)])
-    types = [line for line in merged.splitlines() if line.startswith("# TYPE")]
-    assert sorted(types) == [
-        "# TYPE vllm:latency_seconds histogram",
-        "# TYPE vllm:requests_total counter",
-        "# TYPE vllm:running gauge",
-    ]
-
-
-def test_nothing_to_merge():
-    """A service without engines still answers."""
-    assert merge([]) == ""
 
 
 Series = tuple[str, frozenset[tuple[str, str]]]
@@ -173,18 +140,3 @@ def test_families_that_differ_in_type():
     assert lines[:2] == ["# HELP x A gauge.", "# TYPE x gauge"]
     assert [line.startswith("x") for line in lines[2:]] == [True] * 5 + [False] * 2
     assert sum(line.startswith("# TYPE x") for line in lines) == 1
-
-
-def test_many_engines_do_not_hold_up_the_router():
-    """Merging blocks the router for a few milliseconds per engine; parsing took 50."""
-    registry = CollectorRegistry()
-    for index in range(25):
-        buckets = [float(bound) for bound in range(1, 26)]
-        histogram = Histogram(f"vllm:h{index}", "doc", ["engine", "model_name"], buckets=buckets, registry=registry)
-        histogram.labels("0", "demo").observe(3)
-    text = generate_latest(registry).decode()
-    sources = [("decode", f"r{index}", text) for index in range(8)]
-    began_at = time.thread_time()
-    merged = merge(sources)
-    assert time.thread_time() - began_at < 0.1
-    assert series(merged) == expected(sources)

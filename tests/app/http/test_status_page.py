@@ -86,9 +86,3 @@ async def test_the_page_is_open_and_what_it_shows_is_not() -> None:
         told = await http.get("/tandem/status", headers={"Authorization": "Bearer otto"})
         assert json.loads(told.text)["at"] == 1.5
         assert told.headers["cache-control"] == "no-store"
-
-
-async def test_without_keys_both_are_open() -> None:
-    """All other paths are open as well."""
-    async with client() as http:
-        assert (await http.get("/tandem/status")).status_code == 200

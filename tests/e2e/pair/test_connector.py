@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import uuid
-
 import pytest
 
-from testing.engines import Pair, generate
-from testing.identity import BLOCK_TOKENS, MAX_TOKENS, compare, difference, prompts, random_prompt
-from tests.e2e.pair.conftest import Engines, alone
+from testing.engines import generate
+from testing.identity import BLOCK_TOKENS, random_prompt
+from tests.e2e.pair.conftest import Engines
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
-
-ANSWER_TOKENS = 3
-"""Tokens after a prompt of each length; the campaign `identity` compares longer answers."""
-
-
-@pytest.mark.parametrize("direction", ["one_to_two", "two_to_one"])
-async def test_identity(engines: Engines, direction: str) -> None:
-    """Tokens and logprobs equal one engine's at every block and window boundary."""
-    pair: Pair = getattr(engines, direction)
-    cases = [(prompt, await alone(pair, prompt, ANSWER_TOKENS)) for prompt in prompts(27, 700, seed=1)]
-    assert (await compare(pair, cases, tokens=ANSWER_TOKENS)).wrong == ()
 
 
 async def test_streaming_and_ideal_bytes(engines: Engines) -> None:
@@ -46,44 +32,6 @@ async def test_streaming_and_ideal_bytes(engines: Engines) -> None:
     for group, needed_tokens in (("0", 128), ("1", 128), ("2", tokens - 1)):
         moved = sum(event["bytes"].get(group, 0) for event in writes)
         assert moved <= needed_tokens * block_bytes / BLOCK_TOKENS + block_bytes
-
-
-async def test_many_at_once(engines: Engines) -> None:
-    """Interleaved transfers in both directions do not disturb each other."""
-    todo = [random_prompt(40 + 53 * i, seed=10 + i) for i in range(8)]
-    pairs = [engines.one_to_two, engines.two_to_one] * 4
-    references = [await alone(pair, prompt) for pair, prompt in zip(pairs, todo, strict=True)]
-    sent = (pair.together(prompt, MAX_TOKENS) for pair, prompt in zip(pairs, todo, strict=True))
-    answers = await asyncio.gather(*sent)
-    assert [difference(r, a) for r, a in zip(references, answers, strict=True)] == [None] * 8
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"remote_engine_id": "an-engine-that-has-ended"},
-        {"transfer_id": "used"},
-        {"remote_port": "a port"},
-        {"prompt": "another"},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-async def test_what_cannot_be_fetched_is_computed(engines: Engines, change: dict[str, object]) -> None:
-    """With a stale, used, malformed or foreign reference decode computes the right answer."""
-    pair = engines.one_to_two
-    prompt, other = random_prompt(300, seed=20), random_prompt(300, seed=21)
-    reference = await alone(pair, prompt)
-    transfer = pair.address | {"transfer_id": uuid.uuid4().hex} | change
-    if change.get("transfer_id") == "used" or "prompt" in change:
-        leg = {"do_remote_decode": True} | ({"transfer_id": "used"} if "transfer_id" in change else {})
-        first = await generate(pair.prefill, other, 1, leg, logprobs=None)
-        assert first.transfer is not None
-        if "transfer_id" in change:
-            await generate(pair.decode, other, 1, first.transfer)
-        else:
-            transfer = first.transfer
-    answer = await asyncio.wait_for(generate(pair.decode, prompt, MAX_TOKENS, transfer), 60)
-    assert difference(reference, answer) is None
 
 
 async def test_a_prefill_leg_that_decodes_is_not_produced(engines: Engines) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from testing.engines import Answer, Pair, generate
 from testing.identity import MAX_TOKENS, difference, random_prompt
 from testing.sequential_proxy import PRODUCE
-from tests.e2e.pair.conftest import Engines, alone, until
+from tests.e2e.pair.conftest import Engines, alone
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
 
@@ -54,39 +53,3 @@ async def test_a_queued_prompt_holds_no_decode_blocks(engines: Engines) -> None:
     assert [event["failure"] for event in engines.events(start, "received")] == [None] * 2 * PROMPTS
     # The prompt in progress may be about to start, and so may the next one.
     assert most_bound_and_not_started(engines.events(start), set(ids)) <= 2
-
-
-async def test_cancelled_in_the_queue(engines: Engines) -> None:
-    """A cancelled request with a queued prompt leaves nothing; others get their KV.
-
-    Repeats if the last prompt started before the cancellation, after a pause of the machine.
-    """
-    pair = engines.one_to_two
-    for attempt in range(5):
-        todo = [random_prompt(PROMPT_TOKENS, seed=90 + 10 * attempt + number) for number in range(4)]
-        references = [await alone(pair, prompt) for prompt in todo]
-        start = len(engines.events())
-        ids, prefills, decodes = zip(*(split(pair, prompt) for prompt in todo), strict=True)
-        await until(lambda: engines.events(start, "chunk"))  # noqa: B023
-        decodes[-1].cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await decodes[-1]
-        answers = await asyncio.gather(*decodes[:-1])
-        assert [difference(r, a) for r, a in zip(references[:-1], answers, strict=True)] == [None] * 3
-        await asyncio.gather(*prefills)
-        received = {event["transfer"] for event in engines.events(start, "receive")}
-        assert received >= set(ids[:-1])
-        assert await engines.idle()
-        if ids[-1] not in received:
-            return
-    raise AssertionError("each cancelled request had decode blocks")
-
-
-async def test_legs_one_after_the_other_wait_for_no_start(engines: Engines) -> None:
-    """With sequential legs, as from a public proxy, decode allocates blocks at once."""
-    pair, prompt = engines.two_to_one, random_prompt(300, seed=95)
-    reference = await alone(pair, prompt)
-    start = len(engines.events())
-    assert difference(reference, await pair.in_turn(prompt, MAX_TOKENS)) is None
-    assert engines.events(start, "receive")
-    assert not engines.events(start, "due")

@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from testing.engines import Answer, Pair, generate
 from testing.identity import BLOCK_TOKENS, MAX_TOKENS, difference, random_prompt
-from tests.e2e.pair.conftest import Engines, all_reset, alone, answers, until
+from tests.e2e.pair.conftest import Engines, all_reset, alone, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
 
@@ -152,22 +152,6 @@ async def test_nothing_is_computed_or_sent_twice(engines: Engines, name: str, or
     found = seen(engines, start)
     assert found.computed == chunks
     check_moved(found, blocks, pair)
-
-
-@pytest.mark.parametrize("direction", ["one_to_two", "two_to_one"])
-async def test_the_choices_of_a_request_share_one_transfer(engines: Engines, direction: str) -> None:
-    """Of 699 tokens 22 blocks move once, with windows from block 571 // 32 = 17 on."""
-    pair: Pair = getattr(engines, direction)
-    prompt, transfer_id = random_prompt(700, seed=75), uuid.uuid4().hex
-    reference = await answers(pair.decode, prompt, MAX_TOKENS, 3, None)
-    assert await engines.idle()
-    start = len(engines.events())
-    leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-    prefill = asyncio.ensure_future(answers(pair.prefill, prompt, 1, 1, leg))
-    fetch = {**pair.address, "transfer_id": transfer_id}
-    assert await answers(pair.decode, prompt, MAX_TOKENS, 3, fetch) == reference
-    await prefill
-    check_moved(seen(engines, start), [5, 5, 22], pair)
 
 
 async def test_the_dropped_token_is_in_no_cached_block(engines: Engines) -> None:

@@ -20,7 +20,7 @@ from configs.settings.base import RoleName
 from configs.settings.parsing import parse_settings
 from tests.vllm_contract.workers import until
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 PARENT = """
 import multiprocessing, os, sys

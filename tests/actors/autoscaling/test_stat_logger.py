@@ -50,6 +50,11 @@ def step(**stats: object) -> IterationStats:
     return iteration
 
 
+def state(load: LoadLogger, llm: SimpleNamespace) -> tuple[float, ...]:
+    read = load.read(llm)
+    return read["running"], read["waiting"], read["kv_use"]
+
+
 def test_prompts_that_wait_are_counted_by_their_tokens(llm):
     """Requests with a first token no longer count as waiting."""
     load = LoadLogger(VllmConfig())
@@ -63,17 +68,9 @@ def test_what_the_scheduler_says_counts_while_there_are_requests(llm):
     load = LoadLogger(VllmConfig())
     load.record(SchedulerStats(num_running_reqs=3, num_waiting_reqs=2, kv_cache_usage=0.25), None)
     llm.output_processor.request_states["a"] = request("a", 1, False)
-    assert {name: load.read(llm)[name] for name in ("running", "waiting", "kv_use")} == {
-        "running": 3,
-        "waiting": 2,
-        "kv_use": 0.25,
-    }
+    assert state(load, llm) == (3, 2, 0.25)
     llm.output_processor.request_states.clear()
-    assert {name: load.read(llm)[name] for name in ("running", "waiting", "kv_use")} == {
-        "running": 0,
-        "waiting": 0,
-        "kv_use": 0,
-    }
+    assert state(load, llm) == (0, 0, 0)
 
 
 def test_data_parallel_ranks_are_one_load(llm):
@@ -87,11 +84,7 @@ def test_data_parallel_ranks_are_one_load(llm):
     manager.record(SchedulerStats(num_running_reqs=1, kv_cache_usage=0.5), None, engine_idx=3)
     manager.record(SchedulerStats(num_running_reqs=2, kv_cache_usage=0.75), None, engine_idx=3)
     llm.output_processor.request_states["a"] = request("a", 1, False)
-    assert {name: load.read(llm)[name] for name in ("running", "waiting", "kv_use")} == {
-        "running": 5,
-        "waiting": 2,
-        "kv_use": 0.25,
-    }
+    assert state(load, llm) == (5, 2, 0.25)
 
 
 def test_steps_reach_the_logger_through_vllms_adapter(llm):
