@@ -507,7 +507,6 @@ def engine_config(prefix_caching: bool, drafts: int = 0, role: str = "kv_both") 
         kv_connector="TandemConnector",
         kv_connector_module_path="connectors.vllm_hma.connector",
         kv_role=role,
-        kv_load_failure_policy="recompute",
     )
     # The model is its own draft model: only the scheduler sees it.
     speculation = {"method": "draft_model", "model": str(MODEL_DIR), "num_speculative_tokens": drafts}
