@@ -146,6 +146,10 @@ lock-gpu: $(STAMP) build/lock/bin/uv ## Resolve requirements-gpu.lock, keeping t
 check-lock-gpu: $(STAMP) build/lock/bin/uv ## Compare requirements-gpu.lock with what pip would install (may download 4 GB)
 	$(BIN)/python -m tests.campaigns.gpu_lock check --python build/lock/bin/python
 
+.PHONY: check-vllm
+check-vllm: $(STAMP) ## Compare what Tandem uses of vLLM with a release, from its wheel: VERSION=0.33.0
+	@$(BIN)/python -m tests.campaigns.vllm_release "$(VERSION)"
+
 .PHONY: clean
 clean: ## Remove caches and build outputs, not the environments
 	rm -rf build *.egg-info .pytest_cache .import_linter_cache .mypy_cache .ruff_cache .hypothesis

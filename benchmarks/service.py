@@ -11,7 +11,7 @@ nixl         two stock vLLM servers with NixlConnector and a client that knows b
 vllm-router  one streaming HTTP request to vLLM's own router (Rust, prefill/decode mode) before the
              same servers
 ray-llm      one streaming HTTP request to Ray Serve LLM's own prefill/decode application
-             (``ray_llm.py``)
+             (``testing/ray_llm.py``)
 
 Time to first token runs from the first byte sent to the first streamed token received. Requests
 alternate. The idle sides are stopped (``testing/processes.py``): all processes of the two servers
@@ -121,8 +121,8 @@ def start_ray_llm(python: Path, model: str, folder: Path) -> tuple[subprocess.Po
     Raises RuntimeError with its log's end.
     """
     port = free_port()
-    line = [str(python), "-m", "benchmarks.ray_llm", "--model", model, "--port", str(port)]
-    line += ["--engine", json.dumps(ENGINE | {"dtype": "float32", "enforce_eager": True})]
+    line = [str(python), "-m", "testing.ray_llm", model, str(port)]
+    line += [json.dumps(ENGINE | {"dtype": "float32", "enforce_eager": True})]
     path = folder / "ray-llm.log"
     with path.open("wb") as log:
         environment = os.environ | ENVIRONMENT

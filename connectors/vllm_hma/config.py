@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,10 +19,16 @@ from connectors.vllm_hma.handshake.secret import Keys, derive_keys
 from connectors.vllm_hma.settings import MIN_SECRET_CHARACTERS, TransferOptions
 
 
+def own_address() -> str:
+    ray = sys.modules.get("ray")
+    return str(ray.util.get_node_ip_address()) if ray is not None and ray.is_initialized() else "127.0.0.1"
+
+
 class ConnectorConfig(TransferOptions):
     """Parsed ``kv_connector_extra_config``.
 
-    ``side_channel_host``  with the default, only peers on this machine reach the side channel
+    ``side_channel_host``  default: the node's address in a process of a Ray cluster (Ray Serve
+                           LLM), else loopback, which only peers on this machine reach
     ``secret``             shared by all engines; empty: the engine accepts every peer that can
                            connect
     ``supervisor``         token that authorises a request to report ended engines
@@ -30,7 +37,7 @@ class ConnectorConfig(TransferOptions):
     ``store``              settings of the KV store; None: no store
     """
 
-    side_channel_host: str = "127.0.0.1"
+    side_channel_host: str = Field(default_factory=own_address)
     secret: str = Field("", repr=False)
     supervisor: str = Field("", repr=False)
     store: StoreSettings | None = None

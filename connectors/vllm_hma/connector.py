@@ -7,7 +7,6 @@ which calls ``worker_side/``. With ``store``, calls also go to the KV store's tw
         kv_connector="TandemConnector",
         kv_connector_module_path="connectors.vllm_hma.connector",
         kv_role="kv_producer" | "kv_consumer" | "kv_both",
-        kv_load_failure_policy="recompute",
         kv_connector_extra_config={...},  # connectors/vllm_hma/config.py
     )
 """
@@ -51,6 +50,7 @@ from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
 from connectors.vllm_hma.upstream.parent_watchdog import end_with_parent
 from connectors.vllm_hma.upstream.vllm_coordinator import end_coordinator_with_parent
 from connectors.vllm_hma.upstream.vllm_emitted_tokens import prepare_v1_runner, restore_output
+from connectors.vllm_hma.upstream.vllm_failed_loads import recompute_failed_loads
 from connectors.vllm_hma.worker_side.worker import WorkerConnector
 
 if TYPE_CHECKING:
@@ -84,11 +84,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
-        if transfer.kv_load_failure_policy != "recompute":
-            raise ConfigurationError(
-                "kv_transfer_config: set kv_load_failure_policy='recompute'; with vLLM's default, 'fail', a failed "
-                f"{'transfer' if self.transfers else 'load'} fails the request"
-            )
+        recompute_failed_loads(transfer)
         if self.transfers:
             _check_transfers(vllm_config)
             config = parse_config(transfer.kv_connector_extra_config)

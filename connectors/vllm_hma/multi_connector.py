@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from connectors.errors import ConfigurationError
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.plugin import prepare_process
+from connectors.vllm_hma.upstream.vllm_failed_loads import recompute_failed_loads
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +59,7 @@ class TandemMultiConnector(MultiConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
+        recompute_failed_loads(transfer)
         _check_children(transfer, not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager)
         self._weights = _parse_weights(transfer)
         self._not_loaded: set[int] = set()

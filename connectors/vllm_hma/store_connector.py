@@ -4,7 +4,6 @@ KVTransferConfig(
     kv_connector="TandemStoreConnector",
     kv_connector_module_path="connectors.vllm_hma.store_connector",
     kv_role="kv_both",
-    kv_load_failure_policy="recompute",
     kv_connector_extra_config={"store": {"path": "/mnt/nvme/tandem"}},  # store/settings.py
 )
 """

@@ -28,7 +28,6 @@ def tandem(role: str, trace: Path) -> dict[str, Any]:
         "kv_connector": "TandemConnector",
         "kv_connector_module_path": "connectors.vllm_hma.connector",
         "kv_role": role,
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"trace_path": str(trace)},
     }
 

@@ -47,7 +47,6 @@ def child(kind: str = "TandemConnector", role: str = "kv_both", **extra: Any) ->
         "kv_connector": kind,
         "kv_connector_module_path": f"connectors.vllm_hma.{_MODULES.get(kind, 'multi_connector')}",
         "kv_role": role,
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
 

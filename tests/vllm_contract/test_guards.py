@@ -33,6 +33,9 @@ GUARDS: dict[str, dict[str, str]] = {
         "vllm/v1/worker/gpu_input_batch.py:CachedRequestState": "6b5a997bb000",
         "vllm/v1/worker/gpu_model_runner.py:GPUModelRunner._update_states": "23c0535218aa",
     },
+    "vllm_failed_loads": {
+        "vllm/v1/core/sched/scheduler.py:Scheduler.__init__": "5b2bca265b25",
+    },
     "vllm_media_names": {
         "vllm/model_executor/models/qwen3_vl.py:Qwen3VLMultiModalProcessor._get_mm_hashes": "c7f3b00d3456",
         "vllm/multimodal/hasher.py:MultiModalHasher.hash_kwargs": "d4a8bfb2e512",
