@@ -14,9 +14,9 @@ import pytest
 
 from actors.errors import EngineDownError, EngineError
 from actors.request import Call, FirstTokenChunk, Heartbeat, ResponseStart, StreamChunk, TokenChunk
-from actors.router.relay import Relay, StreamClock
-from actors.router.splice import Splice
+from actors.router.answer import Answer
 from actors.telemetry.router_metrics import RouterMetrics
+from configs.settings.router import RouterLimits
 from testing.answers import body_of
 from tests.actors.behaviours import EVENTS, fleet, request, well
 from tests.actors.fleet import SOURCE, at_rest
@@ -158,6 +158,8 @@ async def test_nothing_is_read_after_the_last_event() -> None:
     items: Any = deque([first, events[1], ResponseStart(400, ((b"content-type", b"application/json"),)), b"{}"])
     call: Any = SimpleNamespace(has_items=False, over=False, error=None, heard=False, reader=None)
     writer: Any = SimpleNamespace(paused=False, on_resume=None, write=None)
-    relay = Relay(call, items, Splice(True, RouterMetrics()), writer, 10, 10)
-    await relay.run(StreamClock())
-    assert relay.last == b"".join(events)
+    dispatcher: Any = SimpleNamespace(
+        request=request(), limits=RouterLimits(), age_s=0.0, model=SimpleNamespace(metrics=RouterMetrics())
+    )
+    attempt: Any = SimpleNamespace(items=items, call=call)
+    assert await Answer(dispatcher, attempt).relay(writer) == b"".join(events)

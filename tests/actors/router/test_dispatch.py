@@ -541,7 +541,7 @@ async def test_what_prefill_does_after_decodes_first_token(dies):
     router = router_of(LIMITS, p, d)
     asking = asyncio.create_task(ask(router, request(False)))
     async with asyncio.timeout(30):
-        while not d.calls or router.models[0].fleet.planner._prefill["p0"].calls:  # noqa: ASYNC110, SLF001
+        while not d.calls or router.models[0].planner._prefill["p0"].calls:  # noqa: ASYNC110, SLF001
             await asyncio.sleep(0.001)  # until the router has read the first token
         go_on.set()
         while p.taken:  # noqa: ASYNC110

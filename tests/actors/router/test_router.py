@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from actors.engine.asgi_call import Notices, call_asgi
-from actors.engine.split.split_call import SplitCall
+from actors.engine.split_call import SplitCall
 from actors.engine_pool.serve_discovery import DiscoveryRouter
 from actors.errors import EngineDownError
 from actors.request import TRANSFER_FIELD, Accepted, Call, ResponseStart, StreamChunk, TokenChunk

@@ -10,7 +10,7 @@ import pytest
 
 from actors.errors import DeadlineError
 from actors.request import Call, Heartbeat, ResponseStart, StreamChunk
-from actors.router import relay
+from actors.router import answer
 from actors.router.router import Router
 from testing.answers import body_of
 from testing.sse import said
@@ -80,7 +80,7 @@ async def read_slowly(router: Router, pause_s: float) -> str:
 
 async def test_a_stream_whose_client_reads_slowly_is_resumed(monkeypatch: pytest.MonkeyPatch):
     """The client takes longer than every timeout for tokens that have arrived before the death."""
-    monkeypatch.setattr(relay, "MOST_BYTES", 1)
+    monkeypatch.setattr(answer, "MOST_BYTES", 1)
     router, p, d = fleet([well], [engine(1, [1], dies_after=25), engine(2, [1])])
     router.limits = LIMITS.model_copy(update=SHORT)
     for _ in range(2):
