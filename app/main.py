@@ -18,13 +18,12 @@ from starlette.types import ASGIApp
 from actors.adapter_records import AdapterRecords
 from actors.autoscaling.policy import ROLE_POLICY
 from actors.engine.arguments import check_arguments, engine_environment
-from actors.engine.decode import Decode
-from actors.engine.prefill import Prefill
+from actors.engine.engine_actor import Decode, Prefill
 from actors.engine_pool.engines import EnginePool
 from actors.engine_pool.serve_discovery import DiscoveryRouter
 from actors.errors import UnavailableError
 from actors.process import link_logs, open_files_of, own_logs, prepare_process
-from actors.router.models.model_router import ModelEngines
+from actors.router.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica, in_replica, own_replica_id
 from actors.tls import ReloadedTls, TlsFiles, router_files, rpc_files
 from actors.upstream.ray_private import log_directory, on_stop

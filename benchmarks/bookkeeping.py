@@ -26,8 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from actors.engine_pool.discovery import EngineReplica
-from actors.engine_pool.slots import SlotPool
+from actors.engine_pool.slots import EngineReplica, SlotPool
 from actors.policy.planner import Planner
 from actors.policy.prefixes import EngineStore
 from actors.policy.prompts import Prompt, read_prompt

@@ -1,11 +1,16 @@
-"""Base class of the Prefill and Decode deployments: one vLLM engine and its RPC servers."""
+"""The Prefill and Decode deployments: actors with one vLLM engine and its RPC servers.
+
+A prefill engine computes prompts and sends their KV to decode engines. A decode engine generates
+tokens from it, or serves whole requests.
+"""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import ray
@@ -13,15 +18,25 @@ from pydantic import SecretStr
 from ray import serve
 
 from actors.adapter_records import AdapterRecords
+from actors.engine.arguments import why_no_first_token
+from actors.engine.asgi_call import Notices
 from actors.engine.node_failures import dead_nodes_now, grace_s, watch_nodes
-from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, every, model_suffix
+from actors.engine.pair_warmup import (
+    WARM_UP_INTERVAL_S,
+    PeerReplicas,
+    ProbeParams,
+    every,
+    model_suffix,
+    probe_timeout_s,
+)
+from actors.engine.split_call import SplitCall
 from actors.engine.startup.serve_log import keep_serve_log
 from actors.engine.startup.start_progress import StartProgress
 from actors.engine.vllm_engine import VllmEngine
-from actors.engine_pool.discovery import engine_names, ranked_metadata
+from actors.engine_pool.engines import engine_names, ranked_metadata
 from actors.errors import EngineStartError
 from actors.process import prepare_process
-from actors.request import Accepted, Call, Heartbeat, PrefillReport, ResponseStart, StreamChunk
+from actors.request import Accepted, Call, Item, ResponseStart, StreamChunk
 from actors.rpc.client import Channels
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
@@ -34,7 +49,7 @@ from configs.settings.service import ServiceSettings
 
 logger = logging.getLogger(__name__)
 
-CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | PrefillReport | bytes
+MOST_WARM = 1024
 
 
 class EngineActor:
@@ -75,8 +90,6 @@ class EngineActor:
 
     async def _prepare(self, settings: ServiceSettings) -> None:
         """Prepare the replica for its role; runs before Serve marks the replica ready."""
-
-    async def _watch_nodes(self, settings: ServiceSettings) -> None:
         node_lost_s = grace_s(settings.transfer.node_lost_s)
         lost = watch_nodes(self.engine.lose, node_lost_s, await dead_nodes_now())
         self._tasks = [asyncio.create_task(lost, name="watches-nodes")]
@@ -122,13 +135,13 @@ class EngineActor:
         """Return the replica's metadata for routers; Serve's hook, called after the start."""
         return ranked_metadata(self._rank_metadata)
 
-    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[CallItem, None]:
+    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[Item, None]:
         return self.call(rank, request.call)
 
     def accepted(self, rank: int) -> Accepted:
         return Accepted(self.engines[rank], self._rpc_servers[rank].ongoing)
 
-    async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
+    async def call(self, rank: int, call: Call) -> AsyncGenerator[Item, None]:
         yield self.accepted(rank)
         async with aclosing(self.engine.serve(call, rank)) as answer:
             async for item in answer:
@@ -181,3 +194,160 @@ class EngineActor:
             channels.close()
         if hasattr(self, "engine"):
             await self.engine.close()
+
+
+class Prefill(EngineActor):
+    """Actor of an engine whose connector is a KV producer."""
+
+    role: RoleName = "prefill"
+
+    async def _prepare(self, settings: ServiceSettings) -> None:
+        await super()._prepare(settings)
+        self._held: set[str] = set()
+        self._probe_s = probe_timeout_s(settings.transfer)
+        self._producers = [self.engine.producer(rank) for rank in self.engine.ranks]
+        if problem := why_no_first_token(settings):
+            logger.info("this engine samples no first tokens: %s", problem)
+            self._producers = [replace(producer, first_token_multiple=0) for producer in self._producers]
+        await self._warm_up_pairs()
+
+    def _router_methods(self, rank: int) -> dict[str, Callable[..., Awaitable[Any]]]:
+        return super()._router_methods(rank) | {"discard": partial(self.discard, rank)}
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        ranks = zip(self._rank_metadata, self._producers, strict=True)
+        return ranked_metadata([metadata | {"producer": asdict(producer)} for metadata, producer in ranks])
+
+    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[Item, None]:
+        """Serve a call alone, or compute a prompt for decode if it has a transfer id."""
+        if request.transfer_id is None:
+            return super().serve_request(rank, request, stream)
+        return self.call_and_hold(rank, request, request.transfer_id, stream)
+
+    async def call_and_hold(
+        self, rank: int, request: RpcRequest, transfer_id: str, stream: ServedStream
+    ) -> AsyncGenerator[Item, None]:
+        """Serve a call, then keep it ongoing until decode cancels it, for at most `hold_s`.
+
+        The engine answers before decode has received the KV. The ongoing call makes a stopping
+        replica wait for the handover, and the autoscaler counts it. A call that ends with an error
+        status, or with a stream without tokens, has no KV and ends at once. Unless decode has the
+        KV, discards the transfer: decode's connector may have asked for it.
+        """
+        self._held.add(transfer_id)
+        computed = False
+        try:
+            async with aclosing(self.call(rank, request.call)) as answer:
+                async for item in answer:
+                    if isinstance(item, ResponseStart):
+                        computed = item.status < HTTPStatus.BAD_REQUEST and not item.streams
+                    computed = computed or isinstance(item, StreamChunk)
+                    yield item
+            if computed:
+                await asyncio.sleep(request.hold_s)
+        finally:
+            self._held.discard(transfer_id)
+            if not stream.done:
+                await self._discard(rank, transfer_id)
+
+    async def _discard(self, rank: int, transfer_id: str) -> None:
+        try:
+            await self.engine.discard(transfer_id, rank)
+        except Exception as error:
+            logger.warning("cannot discard transfer %s; its lease will expire: %r", transfer_id, error)
+
+    async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
+        """Return the `ProbeParams` of a probe on each rank whose engine id is not in `known`."""
+        ranks = [
+            rank
+            for rank, producer in zip(self.engine.ranks, self._producers, strict=True)
+            if producer.remote_engine_id not in known
+        ]
+        computing = (self.engine.produce_probe(self._probe_s, rank) for rank in ranks)
+        probes = await asyncio.gather(*computing, return_exceptions=True)
+        for rank, probe in zip(ranks, probes, strict=True):
+            if isinstance(probe, TimeoutError):
+                logger.warning("rank %d has computed no probe in %g s; decode requests it again", rank, self._probe_s)
+            elif isinstance(probe, BaseException):
+                raise probe
+        return [probe for probe in probes if not isinstance(probe, BaseException)]
+
+    async def _warm_up_pairs(self) -> None:
+        decode = PeerReplicas("decode", self._probe_s)
+        replicas = await decode.ask("engine_names")
+        names = [name for names in replicas for name in names]
+        probes = await asyncio.gather(*(self.probes_for(()) for _ in names))
+        if names:
+            await decode.ask("fetch_probes", dict(zip(names, probes, strict=True)))
+
+    async def discard(self, rank: int, transfer_id: str) -> None:
+        """Tell the connector of `rank` to free the KV of a transfer; for routers of version 1.
+
+        Ignores transfers without an open call on this replica.
+        """
+        if transfer_id in self._held:
+            await self.engine.discard(transfer_id, rank)
+
+
+class Decode(EngineActor):
+    """Actor of an engine whose connector is a KV consumer."""
+
+    role: RoleName = "decode"
+
+    async def _prepare(self, settings: ServiceSettings) -> None:
+        await super()._prepare(settings)
+        self._probe_s = probe_timeout_s(settings.transfer)
+        self._prefill = PeerReplicas("prefill", self._probe_s)
+        # The latest MOST_WARM prefill engines with which a rank has run a probe, by rank.
+        self._warm: list[dict[str, None]] = [{} for _ in self.engine.ranks]
+        await self.warm_up_new_pairs()
+        looking = every(WARM_UP_INTERVAL_S, self.warm_up_new_pairs)
+        self._tasks.append(asyncio.create_task(looking, name="meets-prefill-replicas"))
+
+    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[Item, None]:
+        if request.prefill is None:
+            return super().serve_request(rank, request, stream)
+        heartbeats = partial(self.engine.heartbeats, rank)
+
+        def serve(call: Call, notices: Notices, began_at: float) -> AsyncGenerator[Any, None]:
+            return self.engine.serve(call, rank, notices, began_at)
+
+        return SplitCall(request.call, request.prefill, self._channels, serve, heartbeats).items(self.accepted(rank))
+
+    async def fetch_probes(self, probes: Mapping[str, list[ProbeParams]]) -> None:
+        """Fetch the probes, by rank id, of a starting prefill replica."""
+        ranks = enumerate(self.engines)
+        await self._fetch_all([(rank, probe) for rank, name in ranks for probe in probes.get(name, ())])
+
+    @property
+    def warm(self) -> frozenset[str]:
+        """Ids of the prefill engines with which every rank has run a probe, also a failed one."""
+        return frozenset.intersection(*map(frozenset, self._warm))
+
+    async def warm_up_new_pairs(self) -> None:
+        await asyncio.gather(*(self._warm_up_new_pairs(rank) for rank in range(len(self._warm))))
+
+    async def _warm_up_new_pairs(self, rank: int) -> None:
+        replies = await self._prefill.ask("probes_for", frozenset(self._warm[rank]))
+        await self._fetch_all([(rank, probe) for reply in replies for probe in reply])
+
+    async def _fetch_all(self, probes: Sequence[tuple[int, ProbeParams]]) -> None:
+        """Fetch probes in parallel: an unreachable engine takes the whole timeout."""
+        fetches = await asyncio.gather(*(self._fetch(rank, probe) for rank, probe in probes), return_exceptions=True)
+        for (_, probe), problem in zip(probes, fetches, strict=True):
+            if isinstance(problem, TimeoutError):
+                # Not fatal: after a failed transfer the decode engine computes the prompt.
+                logger.warning(
+                    "warm-up with prefill engine %s timed out; it is repeated, and requests use the engine meanwhile",
+                    probe.get("remote_engine_id"),
+                )
+            elif problem is not None:
+                raise problem
+
+    async def _fetch(self, rank: int, probe: ProbeParams) -> None:
+        await self.engine.consume_probe(probe, self._probe_s, rank)
+        warm = self._warm[rank]
+        warm[probe["remote_engine_id"]] = None
+        if len(warm) > MOST_WARM:
+            del warm[next(iter(warm))]
+        logger.info("warm-up with prefill engine %s is complete: its probe has run", probe["remote_engine_id"])

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import secrets
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing
@@ -26,9 +27,9 @@ from actors.engine.heartbeat import HUNG_MARGIN_S, HeartbeatMonitor
 from actors.engine.node_failures import new_engine_id
 from actors.engine.startup.gpu_defaults import set_gpu_defaults
 from actors.errors import CannotResumeError, EngineDownError, EngineStartError
+from actors.large_json import decode_large_bodies_off_loop
 from actors.replay_log import ServedCall
 from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart, StreamChunk
-from actors.telemetry.timestamps import CallTimestamps
 from actors.upstream.vllm_processes.fork_server import may_fork, use_fork_server
 from configs.settings.base import HiddenText, RoleName
 from configs.settings.service import ServiceSettings
@@ -120,7 +121,6 @@ class VllmEngine:
         from vllm.entrypoints.launchers.app import build_app
 
         from actors.autoscaling.stat_logger import LoadLogger
-        from actors.engine.request_json import decode_large_bodies_off_loop
         from actors.upstream.vllm_processes.kill_process_tree import ignore_ended_processes
         from actors.upstream.vllm_processes.resource_tracker import detach_resource_tracker
         from actors.upstream.vllm_replaying_llm import ReplayingLLM, make_replayable, why_not_replayable
@@ -218,7 +218,7 @@ class VllmEngine:
             replay=call.replay_log,
             data_parallel_rank=rank,
             first_token=first_token,
-            timestamps=CallTimestamps(began_at),
+            began_at=time.monotonic() if began_at is None else began_at,
         )
         streams = False
         repeated: list[bytes | StreamChunk] = []
@@ -237,7 +237,7 @@ class VllmEngine:
                                         yield one
                                     repeated.clear()
                             case ResponseStart(streams=False):
-                                yield ResponseStart(item.status, item.headers, served.timestamps.take_timings())
+                                yield ResponseStart(item.status, item.headers, served.take_timings())
                             case _:
                                 streams = streams or isinstance(item, ResponseStart)
                                 yield item

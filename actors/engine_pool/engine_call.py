@@ -4,11 +4,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from actors.engine_pool.slots import SlotPool
+from actors.engine_pool.slots import Slot, SlotPool
 from actors.errors import (
     CannotResumeError,
     DeadlineError,
@@ -29,7 +28,6 @@ from actors.request import (
     StreamChunk,
     TokenChunk,
 )
-from actors.rpc.address import RpcAddress
 from actors.rpc.client import Channel
 from actors.rpc.messages import RpcFailure, RpcRequest
 from actors.rpc.protocol import GRANT_BYTES, item_bytes
@@ -43,28 +41,6 @@ RESOLUTION_S = 0.001
 
 Response = tuple[ResponseStart, list[StreamChunk | bytes]]
 """Start of a response and its items: those of a stream so far, else the whole body."""
-
-
-@dataclass
-class Slot:
-    """Slots for one call of `sequences` sequences on one engine, whose id is `replica_id`."""
-
-    replica_id: str
-    address: RpcAddress
-    metadata: Mapping[str, Any]
-    sequences: int = 1
-    maybe_full: bool = False
-    """True if the router believes the engine full: other routers may hold its slots."""
-    served: bool = False
-
-    @property
-    def identity(self) -> str:
-        return str(self.metadata.get("identity", ""))
-
-    @property
-    def calls_prefill(self) -> bool:
-        """True if the engine takes a `PrefillOrder`; an engine of an earlier release ignores it."""
-        return int(self.metadata.get("version", 1)) > 1
 
 
 class Watcher(Protocol):

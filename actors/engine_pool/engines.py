@@ -1,13 +1,14 @@
 """A router's pool of the engines of one role: takes slots and sends calls to RPC servers.
 
-Serve starts and stops replicas and reports them; calls do not pass through it
-(docs/decisions/0036).
+Serve starts and stops replicas; calls do not pass through it (docs/decisions/0036).
+`serve_discovery.py` copies Serve's list of replicas to the registry here, its only source.
 """
 
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import partial
@@ -15,19 +16,67 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from actors.engine_pool.discovery import EngineReplica, last_replicas_of, replicas_of, subscribe
-from actors.engine_pool.engine_call import EngineCall, Slot, Watcher
-from actors.engine_pool.slots import SlotPool
+from actors.engine_pool.engine_call import EngineCall, Watcher
+from actors.engine_pool.slots import ANY, EngineReplica, Slot, SlotPool, SlotRequest
 from actors.errors import DeadlineError, EngineDownError, EngineError
 from actors.policy.prefixes import EngineStore
 from actors.request import Call, PrefillReport
 from actors.rpc.address import RpcAddress
-from actors.rpc.client import Channels, ChannelsSnapshot
+from actors.rpc.client import Channels
 from actors.rpc.messages import KEEP, PrefillCandidate, PrefillOrder, RpcRequest
 from actors.tls import ReloadedTls
 from configs.settings.base import RoleName
 
 logger = logging.getLogger(__name__)
+
+
+def engine_names(replica: str, ranks: int) -> list[str]:
+    return [f"{replica}-dp{rank}" for rank in range(ranks)] if ranks > 1 else [replica]
+
+
+def ranked_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a replica's metadata for Serve: the first rank's, and all ranks' as `ranks`."""
+    return dict(ranks[0]) | ({"ranks": list(ranks)} if len(ranks) > 1 else {})
+
+
+_PUBLISHED: dict[Hashable, Mapping[str, EngineReplica]] = {}
+_LAST: dict[Hashable, Mapping[str, EngineReplica]] = {}
+_LISTENERS: defaultdict[Hashable, list[Callable[[], None]]] = defaultdict(list)
+
+
+def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replace the engines of a deployment, by replica id, then call its listeners.
+
+    Excludes replicas of an older release without an RPC server, which Serve is replacing.
+    """
+    engines: dict[str, EngineReplica] = {}
+    for replica, one in metadata.items():
+        if "rpc" not in one:
+            continue
+        ranks = one.get("ranks", [one])
+        for rank, (name, own) in enumerate(zip(engine_names(replica, len(ranks)), ranks, strict=True)):
+            engines[name] = EngineReplica(RpcAddress(**own["rpc"]), own["slots"], own["queue"], own, replica, rank)
+    _PUBLISHED[deployment] = engines
+    if engines:
+        _LAST[deployment] = engines
+    for listener in tuple(_LISTENERS[deployment]):
+        listener()
+
+
+def subscribe(deployment: Hashable, listener: Callable[[], None]) -> Callable[[], None]:
+    """Let `publish` call `listener` in Serve's thread; return a function that removes it."""
+    _LISTENERS[deployment].append(listener)
+    return lambda: _LISTENERS[deployment].remove(listener)
+
+
+def replicas_of(deployment: Hashable) -> Mapping[str, EngineReplica] | None:
+    """Return a deployment's running engines by id; None before Serve's first report."""
+    return _PUBLISHED.get(deployment)
+
+
+def last_replicas_of(deployment: Hashable) -> Mapping[str, EngineReplica]:
+    """Return the engines in Serve's last list that had any; they may have stopped."""
+    return _LAST.get(deployment, {})
 
 
 class EnginePool:
@@ -77,35 +126,18 @@ class EnginePool:
         running = replicas_of(self._handle.deployment_id) or {}
         return running if running or not self.leaving else last_replicas_of(self._handle.deployment_id)
 
-    async def take(
-        self,
-        avoid: AbstractSet[str] = frozenset(),
-        prefer: Sequence[str] = (),
-        sequences: int = 1,
-        part: bool = False,
-        identity: str | None = None,
-    ) -> Slot:
-        """Take slots for `sequences` as `SlotPool.take` does.
-
-        Raises OverloadedError if `max_queued_requests` requests already wait, but not for a `part`
-        or while no engine runs.
-        """
+    async def take(self, wanted: SlotRequest = ANY) -> Slot:
+        """Take slots as `SlotPool.take` does."""
         self._follow_replicas()
         while True:
-            slot = self._slot(await self._slots.take(avoid, prefer, sequences, part, identity), sequences)
+            slot = self._slot(await self._slots.take(wanted), wanted.sequences)
             if slot is not None:
                 return slot
 
-    def take_now(
-        self,
-        avoid: AbstractSet[str] = frozenset(),
-        prefer: Sequence[str] = (),
-        sequences: int = 1,
-        identity: str | None = None,
-    ) -> Slot | None:
+    def take_now(self, wanted: SlotRequest) -> Slot | None:
         self._follow_replicas()
-        name = self._slots.take_now(avoid, prefer, sequences, identity)
-        return None if name is None else self._slot(name, sequences)
+        name = self._slots.take_now(wanted)
+        return None if name is None else self._slot(name, wanted.sequences)
 
     def _follow_replicas(self) -> None:
         if self._unsubscribe is None:
@@ -118,7 +150,7 @@ class EnginePool:
         try:
             engine = self._engines().get(name)
             if engine is not None:
-                return Slot(name, engine.address, engine.metadata, sequences, self._slots.maybe_full(name))
+                return Slot(name, engine, sequences, self._slots.maybe_full(name))
         except BaseException:
             self._slots.give_back(name, sequences, served=False)
             raise
@@ -150,7 +182,7 @@ class EnginePool:
 
     def candidate(self, name: str) -> PrefillCandidate | None:
         engine = self._engines().get(name)
-        return None if engine is None else engine.candidate(name)
+        return None if engine is None else PrefillCandidate(name, engine.address, engine.producer)
 
     @property
     def caller(self) -> tuple[str, int]:
@@ -162,7 +194,7 @@ class EnginePool:
     ) -> EngineCall:
         request = RpcRequest(call, *self.caller, maybe_full=slot.maybe_full, prefill=prefill)
         running = EngineCall(self._role, slot, self._slots, watcher)
-        running.send(self._channels.to(slot.address), request)
+        running.send(self._channels.to(slot.engine.address), request)
         return running
 
     def ongoing(self) -> Mapping[str, int] | None:
@@ -242,9 +274,6 @@ class EnginePool:
     async def _ask(self, address: RpcAddress, method: str, arguments: Sequence[object]) -> Any:
         # The connection is chosen when the task runs: one chosen earlier may have closed meanwhile.
         return await self._channels.to(address).ask(method, *arguments)
-
-    def snapshot(self) -> ChannelsSnapshot:
-        return self._channels.snapshot()
 
     async def close(self) -> None:
         self._channels.close()

@@ -1,13 +1,13 @@
 """Copy Serve's list of running engine replicas to the registry in a router's process.
 
-Serve pickles this module by value, so the registry lives in `discovery.py`.
+Serve pickles this module by value, so the registry lives in `engines.py`.
 """
 
 from collections.abc import Sequence
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from actors.engine_pool import discovery
+from actors.engine_pool import engines
 
 
 class DiscoveryRouter(FIFOMixin, RequestRouter):
@@ -37,4 +37,4 @@ class DiscoveryRouter(FIFOMixin, RequestRouter):
             name.unique_id: {"slots": replica.max_ongoing_requests, **replica.replica_metadata}
             for name, replica in self.curr_replicas.items()
         }
-        discovery.publish(self._deployment_id, metadata)
+        engines.publish(self._deployment_id, metadata)

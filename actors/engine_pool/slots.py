@@ -1,10 +1,9 @@
-"""Slots of one router on the engines of one role, granted in order of arrival.
+"""Engines of one role, and slots of one router on them, granted in order of arrival.
 
 A request that may not use the engines with free slots does not block later ones. A call with
 several sequences needs one free slot and may exceed the engine's number; otherwise calls with one
 sequence would always overtake it. The engine refuses calls when its slots are taken: this router
-learns the load of other routers only from its replies. A replica here is an engine of
-`discovery.py`.
+learns the load of other routers only from its replies. A replica here is an `EngineReplica`.
 """
 
 import asyncio
@@ -12,10 +11,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
 
-from actors.engine_pool.discovery import EngineReplica, rank
 from actors.errors import OverloadedError
+from actors.policy.prefixes import EngineStore
+from actors.request import ProducerAddress
+from actors.rpc.address import RpcAddress
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +37,78 @@ REMEMBERED_S = 5.0
 """Age in seconds from which the last `Accepted.ongoing` of an engine is ignored."""
 
 
-@dataclass(eq=False)
-class SlotWaiter:
-    """A request, or a later prompt of a list (`part`), that waits for a slot."""
+@dataclass(frozen=True)
+class EngineReplica:
+    """A running engine, from the replica's metadata in Serve: a replica, or one of its
+    data-parallel ranks (docs/decisions/0047).
 
-    avoid: AbstractSet[str]
-    prefer: Sequence[str]
-    sequences: int
-    part: bool = False
+    ``slots``     number of ongoing sequences at which it refuses further calls
+    ``queue``     number of requests that may wait in one router for engines of its role
+    ``metadata``  from `replica_metadata`, and `producer` of a prefill engine
+    ``replica``   id of the replica; its ranks end together
+    """
+
+    address: RpcAddress
+    slots: int
+    queue: int
+    metadata: Mapping[str, Any]
+    replica: str
+    rank: int = 0
+
+    @cached_property
+    def store(self) -> EngineStore | None:
+        described = self.metadata.get("store")
+        return None if described is None else EngineStore(*(described[name] for name in EngineStore._fields))
+
+    @cached_property
+    def producer(self) -> ProducerAddress:
+        """Address of a prefill engine's KV."""
+        return ProducerAddress.from_params(self.metadata["producer"])
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of what engines must share to exchange KV or to continue each other's streams
+        (`engine_identity` in `connectors/protocol/agent_metadata.py`).
+        """
+        return str(self.metadata.get("identity", ""))
+
+    @cached_property
+    def calls_prefill(self) -> bool:
+        """True if the engine takes a `PrefillOrder`; an engine of an earlier release ignores it."""
+        return int(self.metadata.get("version", 1)) > 1
+
+
+@dataclass
+class Slot:
+    """Slots for one call of `sequences` sequences on one engine, whose id is `replica_id`."""
+
+    replica_id: str
+    engine: EngineReplica
+    sequences: int = 1
+    maybe_full: bool = False
+    """True if the router believes the engine full: other routers may hold its slots."""
+    served: bool = False
+
+
+class SlotRequest(NamedTuple):
+    """Need of slots for `sequences` on one replica.
+
+    Takes the first free replica of `prefer`, else the least busy free one, else one that is
+    believed full and may be probed.
+
+    ``avoid``     replicas that are not taken
+    ``identity``  only replicas of this identity are taken; None: any
+    ``part``      whether it is a later prompt of a list, which does not count as waiting
+    """
+
+    avoid: AbstractSet[str] = frozenset()
+    prefer: Sequence[str] = ()
+    sequences: int = 1
     identity: str | None = None
-    slot: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    part: bool = False
+
+
+ANY = SlotRequest()
 
 
 @dataclass
@@ -74,7 +140,7 @@ class SlotPool:
         self._others: dict[str, tuple[int, float]] = {}
         self._full: dict[str, FullReplica] = {}
         self._leaving: set[str] = set()
-        self._waiting: dict[SlotWaiter, None] = {}
+        self._waiting: dict[asyncio.Future[str], SlotRequest] = {}
         """Waiting requests in order of arrival."""
         self._looking: asyncio.Task[None] | None = None
         self._turn = 0
@@ -106,55 +172,37 @@ class SlotPool:
     def maybe_full(self, name: str) -> bool:
         return name in self._full
 
-    def take_now(
-        self,
-        avoid: AbstractSet[str] = frozenset(),
-        prefer: Sequence[str] = (),
-        sequences: int = 1,
-        identity: str | None = None,
-    ) -> str | None:
-        """Take slots for `sequences` on a replica outside `avoid`; None if the request must wait.
+    def take_now(self, wanted: SlotRequest = ANY) -> str | None:
+        """Take slots on a replica; None if the request must wait."""
+        return None if self._waiting else self._grant(wanted, self._usable())
 
-        Prefers the first free replica of `prefer`, else the least busy free one, else one that is
-        believed full and may be probed. With `identity`, takes only replicas of this identity.
+    async def take(self, wanted: SlotRequest = ANY) -> str:
+        """Take slots; wait without a deadline.
+
+        Raises OverloadedError if as many requests wait as the replicas allow
+        (`EngineReplica.queue`), but not for a `part` or without replicas.
         """
-        return None if self._waiting else self._grant(avoid, prefer, sequences, identity, self._usable())
-
-    async def take(
-        self,
-        avoid: AbstractSet[str] = frozenset(),
-        prefer: Sequence[str] = (),
-        sequences: int = 1,
-        part: bool = False,
-        identity: str | None = None,
-    ) -> str:
-        """Take slots as `take_now` does; wait without a deadline.
-
-        `part` marks a later prompt of a list, which does not count as waiting. Raises
-        OverloadedError if as many requests wait as the replicas allow (`EngineReplica.queue`), but
-        not for a `part` or without replicas.
-        """
-        if (name := self.take_now(avoid, prefer, sequences, identity)) is not None:
+        if (name := self.take_now(wanted)) is not None:
             return name
-        waiting = SlotWaiter(avoid, prefer, sequences, part, identity)
+        slot: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         most = max((engine.queue for engine in self._look().values()), default=None)
-        self._waiting[waiting] = None
+        self._waiting[slot] = wanted
         self._serve_waiting()  # earlier requests may wait for other engines
         try:
-            counted = 0 if part else sum(not one.part for one in self._waiting)
-            if not waiting.slot.done() and most is not None and counted > most:
+            counted = 0 if wanted.part else sum(not one.part for one in self._waiting.values())
+            if not slot.done() and most is not None and counted > most:
                 raise OverloadedError(
                     f"{counted - 1} requests are waiting for an engine, so the queue is full; retry later"
                 )
             if self._looking is None:
                 self._looking = asyncio.create_task(self._look_again(), name="looks-for-slots")
-            return await waiting.slot
+            return await slot
         except asyncio.CancelledError:
-            if waiting.slot.done() and not waiting.slot.cancelled():
-                self.give_back(waiting.slot.result(), sequences, served=False)
+            if slot.done() and not slot.cancelled():
+                self.give_back(slot.result(), wanted.sequences, served=False)
             raise
         finally:
-            self._waiting.pop(waiting, None)
+            self._waiting.pop(slot, None)
             if not self._waiting and self._looking is not None:
                 self._looking.cancel()
                 self._looking = None
@@ -211,19 +259,13 @@ class SlotPool:
         elif full is None or (full.ask_at <= now and not full.asked):
             usable.full[name] = ongoing
 
-    def _grant(
-        self,
-        avoid: AbstractSet[str],
-        prefer: Sequence[str],
-        sequences: int,
-        identity: str | None,
-        usable: UsableReplicas,
-    ) -> str | None:
+    def _grant(self, wanted: SlotRequest, usable: UsableReplicas) -> str | None:
         """Take slots on the best replica of `usable`, and update it; None if no replica fits."""
+        avoid, identity = wanted.avoid, wanted.identity
         if identity is not None:
             avoid = avoid | {name for name, one in usable.engines.items() if one.identity != identity}
         for replicas in (usable.free, usable.full):
-            if ranked := rank(replicas, self._turn + 1, avoid, prefer):
+            if ranked := rank(replicas, self._turn + 1, avoid, wanted.prefer):
                 break
         else:
             return None
@@ -232,7 +274,7 @@ class SlotPool:
         if replicas is usable.full:
             full = self._full.setdefault(name, FullReplica(now))
             full.ask_at, full.asked = now + full.wait_s, True
-        self._taken[name] += sequences
+        self._taken[name] += wanted.sequences
         del replicas[name]
         self._add_usable(usable, name, now)
         return name
@@ -241,15 +283,12 @@ class SlotPool:
         if not self._waiting:
             return
         usable = self._usable()
-        for waiting in list(self._waiting):
+        for slot, wanted in list(self._waiting.items()):
             if not usable.free and not usable.full:
                 break
-            if waiting.slot.done():
-                continue
-            name = self._grant(waiting.avoid, waiting.prefer, waiting.sequences, waiting.identity, usable)
-            if name is not None:
-                waiting.slot.set_result(name)
-                del self._waiting[waiting]
+            if not slot.done() and (name := self._grant(wanted, usable)) is not None:
+                slot.set_result(name)
+                del self._waiting[slot]
 
     async def _look_again(self) -> None:
         while True:
@@ -258,6 +297,21 @@ class SlotPool:
                 self._serve_waiting()
             except Exception:
                 logger.exception("cannot grant slots to waiting requests; trying again")
+
+
+def rank(
+    ongoing: Mapping[str, int], turn: int, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()
+) -> list[str]:
+    """Return the engine ids in `ongoing` that are not in `avoid`, best first: those in `prefer`,
+    then those with the fewest ongoing sequences, equal ones rotated by `turn`.
+    """
+    ranked = [name for name in prefer if name in ongoing and name not in avoid]
+    names_left = sorted(ongoing.keys() - avoid - set(ranked), key=lambda name: (ongoing[name], name))
+    for _, equals in groupby(names_left, key=ongoing.__getitem__):
+        names = list(equals)
+        first = turn % len(names)
+        ranked += names[first:] + names[:first]
+    return ranked
 
 
 def _now() -> float:

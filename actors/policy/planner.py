@@ -10,9 +10,8 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import count
 
-from actors.policy.choice import Asked, Candidate, Options, candidate, choose
+from actors.policy.choice import Asked, Candidate, Decision, Options, candidate, choose
 from actors.policy.costs import HANDOVER, LOCAL, PREFILL, STEP, Components, Costs, prompt_quantities
-from actors.policy.decision import Decision
 from actors.policy.loads import EngineLoad, InflightRequest, Measured
 from actors.policy.prefixes import EngineStore, Prefixes, Stores
 from actors.policy.prompts import ID_BYTES, PIECE_BYTES, Passage, Prompt
@@ -26,7 +25,7 @@ REMEMBERED_TOKENS = 100_000.0
 
 REMEMBERED_ANSWERS = 50.0
 
-Defer = Callable[[Callable[[], None]], None]  # runs its argument, at once or later
+Defer = Callable[[Callable[[], None]], object]  # runs its argument, at once or later
 
 
 class Planner:
@@ -225,14 +224,6 @@ class Planner:
     def computed(self, inflight: InflightRequest) -> None:
         """Record that the request's decode engine has sent tokens: it does not hang."""
         self._decode[inflight.decode].silent_at = None
-
-    def engines(self) -> dict[str, int]:
-        """Return the number of engines with recorded work, by role, and of prefix pieces."""
-        return {
-            "prefill": len(self._prefill),
-            "decode": len(self._decode),
-            "pieces": self._prefixes.size() + self._stores.prefixes.size(),
-        }
 
     def prompt_tokens(self, prompt: Prompt) -> int:
         """Return the estimated number of prompt tokens, at least 1."""

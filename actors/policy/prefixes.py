@@ -71,9 +71,6 @@ class Prefixes:
             found.append(held)
         return found
 
-    def snapshot(self) -> dict[str, frozenset[int]]:
-        return {cache: frozenset(pieces) for cache, pieces in self._caches.items()}
-
     def add(self, cache: str, passage: Passage, most_pieces: int | None = None) -> tuple[int, ...]:
         """Record that `cache` will have the pieces of `passage`; return the new ones."""
         pieces = self._caches.setdefault(cache, OrderedDict())
@@ -102,9 +99,6 @@ class Prefixes:
     def keep_only(self, caches: set[str]) -> None:
         for cache in self._caches.keys() - caches:
             del self._caches[cache]
-
-    def size(self) -> int:
-        return sum(map(len, self._caches.values()))
 
 
 def _held_pieces(pieces: _Pieces, wanted: tuple[int, ...]) -> int:

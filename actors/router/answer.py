@@ -1,55 +1,104 @@
-"""Answer to a client request. If the engine of a stream fails, another may continue it."""
+"""Answer to a client request. If the engine of a stream fails, another may continue it.
+
+A stream passes to the client without waking a task: the callback that receives a frame from an
+engine writes to the client's connection. The request's task sleeps until the stream ends, fails or
+exceeds a time limit.
+"""
 
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
+from typing import Protocol
 
-from actors.errors import CannotResumeError, HandoverError, UnavailableError
-from actors.request import FirstTokenChunk, StreamChunk
+from actors.errors import CannotResumeError, DeadlineError, HandoverError, SilentError, UnavailableError
+from actors.request import FirstTokenChunk, ResponseStart, StreamChunk
+from actors.router.attempt import Attempt
 from actors.router.client_request import ClientRequest, why_not_resumable
-from actors.router.dispatch.attempt import Attempt
-from actors.router.dispatch.dispatcher import Dispatcher
-from actors.router.relay import ClientWriter, Relay, StreamClock
+from actors.router.dispatcher import Dispatcher
+from actors.router.model_router import ModelRouter
 from actors.router.splice import Splice
 from actors.telemetry.latency_breakdown import LatencyBreakdown, break_down
-from actors.telemetry.recent_requests import Pair
-from actors.telemetry.router_metrics import RouterMetrics
+from actors.telemetry.router_metrics import Pair
 from configs.settings.base import RoleName
 
 logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+"""Interval in seconds between checks of a stream's time limits."""
+
+USAGE = b'"usage":'
+
+MOST_BYTES = 2**16
+"""Size in bytes of joined events that are written at once."""
+
+
+class ClientWriter(Protocol):
+    """Connection of a client during a streamed answer."""
+
+    on_resume: Callable[[], None] | None
+    """Called when `paused` becomes false."""
+
+    @property
+    def paused(self) -> bool:
+        """True while the client reads too slowly."""
+
+    def write(self, data: bytes) -> None:
+        """Send a part of the answer's body, or nothing after a disconnect. Check `paused` first."""
 
 
 class Answer:
     """Answer to one request. Await `begin`, then `relay` if it is a stream; always `close`."""
 
-    def __init__(self, attempts: Dispatcher, attempt: Attempt, metrics: RouterMetrics, clock: StreamClock) -> None:
-        self.start = attempt.start
-        self.local_reason = attempt.local_reason
-        self.first_byte_s = attempts.timing.age_s
+    def __init__(self, dispatcher: Dispatcher, attempt: Attempt) -> None:
         self.sent_bytes = 0
         """Number of bytes that `relay` has sent."""
         self.usage = b""
-        """Last events with token counts that `relay` has sent."""
-        self._attempts = attempts
-        self._attempt = attempt
-        self._first = attempt
+        """Last events with a field `usage` that `relay` has sent, for the access log."""
+        self._dispatcher = dispatcher
+        self._attempt = self._first = attempt
         """The attempt that produced the first bytes; another attempt may continue the stream."""
-        self._metrics = metrics
-        self._clock = clock
-        request = attempts.request
+        self.first_byte_s = dispatcher.age_s
+        request = dispatcher.request
         self._resumable = why_not_resumable(request.endpoint, request.body) is None
-        self._splice = Splice(self._resumable, metrics)
+        self._splice = Splice(self._resumable, dispatcher.model.metrics)
         self._items: deque[StreamChunk | bytes] = deque(attempt.items)
-        """Items of the attempt that `begin` has not passed on."""
+        """Items of the attempt that were read and not passed on."""
         self._complete = False
         """Whether the attempt has sent the whole answer."""
+        self._writer: ClientWriter
+        self._over: asyncio.Future[None]
+        """Done when the running call has nothing more to pass on."""
+        self._last = b""
+        """Last events of the answer, which are not written: one write sends them and the end."""
+        self._timer: asyncio.TimerHandle
+        self._progressed = False
+        """Whether an item has come since the last check."""
+        self._heard_at = self._ends_at = 0.0
+        self._paused_at: float | None = None
+
+    @classmethod
+    async def open(cls, model: ModelRouter, request: ClientRequest) -> "Answer":
+        """Serve `request`; return its answer, which has started. Raises as `Dispatcher.open`."""
+        dispatcher = Dispatcher(request, model)
+        return cls(dispatcher, await dispatcher.open())
+
+    @property
+    def start(self) -> ResponseStart:
+        """Status and headers; final after `begin`."""
+        return self._first.start
+
+    @property
+    def local_reason(self) -> str | None:
+        """Reason if decode alone serves the request, else None; final after `begin`."""
+        return self._first.local_reason
 
     @property
     def sampled_by(self) -> RoleName | None:
         """Role of the engine that sampled the first token; None with `first_token: decode`."""
-        return None if self._attempts.limits.first_token == "decode" else self._first.sampled_by
+        return None if self._dispatcher.limits.first_token == "decode" else self._first.sampled_by
 
     @property
     def route(self) -> str:
@@ -59,7 +108,7 @@ class Answer:
     @property
     def explanation(self) -> str | None:
         """Routing decision and its estimates as JSON; None unless the client asked for them."""
-        return self._first.decision.explain() if self._attempts.request.explain else None
+        return self._first.decision.explain() if self._dispatcher.request.explain else None
 
     @property
     def pair(self) -> Pair:
@@ -77,7 +126,8 @@ class Answer:
     @cached_property
     def breakdown(self) -> LatencyBreakdown:
         """Latency breakdown up to the first bytes, with the timings known at the first access."""
-        return break_down(self._attempts.timestamps(self._first))
+        dispatcher = self._dispatcher
+        return break_down(self._first.timestamps(dispatcher.request, dispatcher.began_at))
 
     @property
     def accounted(self) -> bool:
@@ -96,19 +146,19 @@ class Answer:
         the answer of another engine, with its own status, replaces the stream. Raises the errors of
         `relay`.
         """
-        limits, timing = self._attempts.limits, self._attempts.timing
+        dispatcher, limits = self._dispatcher, self._dispatcher.limits
         while self._attempt.start.streams:
             try:
                 while True:
                     item = (
                         self._items.popleft()
                         if self._items
-                        else await self._attempt.call.next(limits.silence_timeout_s, timing.ends_at)
+                        else await self._attempt.call.next(limits.silence_timeout_s, dispatcher.ends_at)
                     )
                     if item is None:
                         raise UnavailableError("the engine closed a stream before its end; try again")
                     if isinstance(item, FirstTokenChunk):
-                        timing.extend(limits.idle_timeout_s)
+                        dispatcher.extend(limits.idle_timeout_s)
                     if events := self._splice.feed(item):
                         if self._splice.from_decode:
                             self._attempt.sampled_by = "decode"
@@ -121,37 +171,106 @@ class Answer:
     async def relay(self, writer: ClientWriter) -> bytes:
         """Send the rest of a stream; other engines continue it after a failure.
 
-        Returns the last events, which the caller sends with the end of the answer.
+        Returns the last events, which the caller sends with the end of the answer. At an error, the
+        client has all data that came before.
 
         Raises DeadlineError `idle_timeout_s` after the last token, or if the client reads nothing
         for this time; CannotResumeError, UnavailableError or OverloadedError if the engine fails
         and no engine can continue the stream; EngineError for an internal error of the engine.
         """
-        limits, splice = self._attempts.limits, self._splice
+        self._writer, splice = writer, self._splice
         while True:
             sent = splice.sent
-            relay = Relay(
-                self._attempt.call,
-                self._items,
-                splice,
-                writer,
-                limits.silence_timeout_s,
-                limits.idle_timeout_s,
-            )
             try:
-                await relay.run(self._clock)
+                await self._pass_on()
                 error = UnavailableError("the engine closed a stream before its end; try again")
             except UnavailableError as death:
                 error = death
-            finally:
-                self.sent_bytes += relay.sent_bytes
-                self.usage = relay.usage or self.usage
             if splice.done:
                 self._complete = not splice.over
-                return relay.last
+                return self._last
             if splice.sent > sent:
-                self._attempts.reset_failures()
+                self._dispatcher.reset_failures()
             await self._resume(error)
+
+    async def _pass_on(self) -> None:
+        """Pass on the items of the running call until it or the answer ends."""
+        loop, writer, call = asyncio.get_running_loop(), self._writer, self._attempt.call
+        self._over = loop.create_future()
+        self._heard_at, self._paused_at = loop.time(), None
+        self._ends_at = self._heard_at + self._dispatcher.limits.idle_timeout_s
+        writer.on_resume = call.reader = self._pump
+        self._timer = loop.call_later(TICK_S, self._tick)
+        try:
+            self._pump()
+            await self._over
+        finally:
+            self._timer.cancel()
+            writer.on_resume = call.reader = None
+
+    def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(TICK_S, self._tick)
+        self.check(loop.time())
+
+    def check(self, now: float) -> None:
+        """End the stream if it exceeds a limit; `now` is the event loop's time."""
+        call, limits = self._attempt.call, self._dispatcher.limits
+        idle_s, silence_s = limits.idle_timeout_s, limits.silence_timeout_s
+        if self._writer.paused:
+            self._paused_at = self._paused_at or now
+            if now - self._paused_at >= idle_s:
+                self._end(DeadlineError(f"the client read nothing of the stream for {idle_s:g} s"))
+        if self._writer.paused or call.heard:
+            self._heard_at = now
+        if self._writer.paused or self._progressed:
+            self._ends_at = now + idle_s
+        call.heard = self._progressed = False
+        if now >= self._ends_at:
+            self._end(DeadlineError(f"the engine sent no data of the stream for {idle_s:g} s; try again"))
+        elif now - self._heard_at >= silence_s:
+            self._end(SilentError(f"the engine sent nothing for {silence_s:g} s; try again"))
+
+    def _pump(self) -> None:
+        """Pass on the items that have arrived, as far as the client takes them."""
+        if self._writer.paused or self._over.done():
+            return
+        self._paused_at = None
+        items, call, splice, ready = self._items, self._attempt.call, self._splice, b""
+        try:
+            try:
+                while not splice.done and (items or call.has_items):
+                    item = items.popleft() if items else call.pop()
+                    ready += splice.feed(item)
+                    self._progressed = True
+                    if len(ready) >= MOST_BYTES:
+                        self._write(ready)
+                        ready = b""
+                        if self._writer.paused:
+                            return
+            finally:
+                if splice.done:
+                    self._last = ready
+                elif ready:
+                    self._write(ready)
+        except Exception as error:  # raised here, it would close the connection of all streams
+            self._end(error)
+        if splice.done or call.over:
+            self._end(None if splice.done else call.error)
+
+    def _write(self, events: bytes) -> None:
+        self.sent_bytes += len(events)
+        if USAGE in events:
+            self.usage = events
+        self._writer.write(events)
+
+    def _end(self, error: Exception | None) -> None:
+        if self._over.done():
+            return
+        if error is None:
+            self._over.set_result(None)
+        else:
+            self._over.set_exception(error)
 
     def close(self) -> None:
         """Cancel the running calls of the request, except one that has sent the whole answer."""
@@ -165,28 +284,27 @@ class Answer:
         CannotResumeError if the stream cannot be continued, `error` if no attempts are left, and
         the errors of `Dispatcher.open`.
         """
-        splice, outcome = self._splice, "failed"
+        dispatcher, splice, outcome = self._dispatcher, self._splice, "failed"
         try:
             identity = None
             splice.restart()
             if splice.sent:
                 # The client may have taken as long to read the last tokens.
-                self._attempts.timing.extend(self._attempts.limits.idle_timeout_s)
-                identity = _check_resumable(self._attempts.request, splice)
+                dispatcher.extend(dispatcher.limits.idle_timeout_s)
+                identity = _check_resumable(dispatcher.request, splice)
             splice.handed_over = None  # the next engine repeats the recorded tokens
             if isinstance(error, HandoverError):
                 logger.warning("trying to continue a stream with another attempt: %s", error)
             elif (alone := self._attempt.on_prefill) is not None:
-                self._attempts.prefill_failed(alone, error)
+                dispatcher.prefill_failed(alone, error)
             else:
-                self._attempts.decode_failed(error)
+                dispatcher.decode_failed(error)
             self.close()
-            self._attempt = await self._attempts.open(splice.replay_log(), identity)
+            self._attempt = await dispatcher.open(splice.replay_log(), identity)
             start = self._attempt.start
             if not splice.sent:
                 self._first = self._attempt
-                self.start, self.local_reason = start, self._attempt.local_reason
-                self.first_byte_s = self._attempts.timing.age_s
+                self.first_byte_s = dispatcher.age_s
             elif not start.streams:
                 raise CannotResumeError(
                     f"the engine that should continue the stream answered HTTP {start.status}; send the request again"
@@ -197,7 +315,7 @@ class Answer:
             outcome = "refused"
             raise
         finally:
-            self._metrics.resumed_streams.labels(outcome).inc()
+            dispatcher.model.metrics.resumed_streams.labels(outcome).inc()
 
 
 def _check_resumable(request: ClientRequest, splice: Splice) -> str:

@@ -72,27 +72,6 @@ class ClientRequest:
         return dict(self.headers).get(b"x-request-id", b"").decode("latin-1")
 
 
-class RequestTimer:
-    """Age and deadline of a request that arrived at `arrived_at` on the monotonic clock."""
-
-    def __init__(self, timeout_s: float, arrived_at: float) -> None:
-        self._began_at = asyncio.get_running_loop().time() - (time.monotonic() - arrived_at)
-        self.ends_at = self._began_at + timeout_s
-        """Deadline on the event loop's clock."""
-
-    def extend(self, idle_s: float) -> None:
-        """Set the deadline to `idle_s` seconds from now; limits the idle time after a token."""
-        self.ends_at = asyncio.get_running_loop().time() + idle_s
-
-    @property
-    def age_s(self) -> float:
-        return asyncio.get_running_loop().time() - self._began_at
-
-    @property
-    def left_s(self) -> float:
-        return max(self.ends_at - asyncio.get_running_loop().time(), 0.0)
-
-
 TOKENS_ONLY: frozenset[Endpoint] = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
 """Endpoints that only tokenize, detokenize or count tokens."""
 

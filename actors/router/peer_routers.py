@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from actors.broadcast import ask_all
 from actors.router.router import Router
 from actors.router.single_flight import SingleFlight
-from actors.telemetry.recent_requests import newest_of
+from actors.telemetry.router_metrics import newest_of
 
 STATUS_AGE_S = 1.0
 """Time in seconds for which a router reuses a status after it has collected the parts.

@@ -7,26 +7,23 @@ https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/comple
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
-from actors.raw_json import as_written, write
+from actors.large_json import as_written, write
 from actors.request import Headers, ResponseStart
-from actors.router.answer import Answer
+from actors.router.answer import Answer, ClientWriter
 from actors.router.client_request import ClientRequest, why_local
-from actors.router.relay import ClientWriter
+from actors.router.model_router import ModelRouter
 
 REQUEST_ID = b"x-request-id"
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 OF_ONE_PROMPT = "metrics"
 """Field that vLLM sets only in answers to one prompt."""
-
-Serve = Callable[[ClientRequest], Awaitable[Answer]]
-"""Function that serves the request of one prompt; the caller closes its answer."""
 
 
 def split(request: ClientRequest, most_bytes: float = math.inf) -> list[ClientRequest]:
@@ -99,12 +96,12 @@ class ListAnswer:
 
     start: ResponseStart
 
-    def __init__(self, requests: Sequence[ClientRequest], parent_id: str, serve: Serve, at_once: int) -> None:
-        """Serve at most `at_once` of `requests` at a time."""
+    def __init__(self, model: ModelRouter, requests: Sequence[ClientRequest], parent_id: str) -> None:
+        """Serve as many of `requests` at a time as the decode engines have slots."""
+        self._model = model
         self._requests = requests
         self._parent_id = parent_id
-        self._serve = serve
-        self._at_once = asyncio.Semaphore(at_once)
+        self._at_once = asyncio.Semaphore(max(model.decode.slots, 1))
         self._answers: dict[int, tuple[Answer, bytes]] = {}
         self._body = b""
         self._lead: Answer
@@ -166,13 +163,30 @@ class ListAnswer:
 
     async def _run(self, index: int) -> None:
         async with self._at_once:
-            answer = await self._serve(self._requests[index])
+            answer = await Answer.open(self._model, self._requests[index])
             try:
                 self._answers[index] = answer, await answer.begin()
             finally:
                 answer.close()
             if answer.start.status >= HTTPStatus.BAD_REQUEST:
                 raise RefusedPromptError(index)
+
+
+AnyAnswer = Answer | ListAnswer
+
+
+async def open_answer(model: ModelRouter, request: ClientRequest) -> AnyAnswer:
+    """Serve `request`; return its answer, which has started. Always `close` it.
+
+    Each prompt of a list is served as a request of its own if `split` allows it. Raises the errors
+    of `Dispatcher.open`.
+    """
+    prompts = split(request, model.limits.max_body_bytes)
+    if not prompts:
+        return await Answer.open(model, request)
+    several = ListAnswer(model, prompts, parent_id(request))
+    await several.open()
+    return several
 
 
 def _is_list_of_prompts(prompts: Any) -> bool:

@@ -12,12 +12,11 @@ from typing import Any
 from actors.adapter_records import AdapterRecords
 from actors.errors import DeadlineError, NoModelNamedError, OverloadedError, UnavailableError, UnknownModelError
 from actors.request import Call, ResponseStart
+from actors.router.adapters import Adapters
 from actors.router.client_request import ClientRequest
-from actors.router.models.adapters import Adapters
-from actors.router.models.model_router import AnyAnswer, ModelEngines, ModelRouter
-from actors.router.relay import StreamClock
-from actors.telemetry.recent_requests import KEPT, RecentRequest
-from actors.telemetry.router_metrics import RouterMetrics
+from actors.router.model_router import ModelEngines, ModelRouter
+from actors.router.prompt_lists import AnyAnswer, open_answer
+from actors.telemetry.router_metrics import KEPT, RecentRequest, RouterMetrics
 from configs.settings.base import RoleName
 from configs.settings.parsing import changed_limits
 from configs.settings.router import MIN_ONGOING_SEQUENCES, RouterLimits
@@ -58,10 +57,9 @@ class Router:
         """
         self.recent: deque[RecentRequest] = deque(maxlen=KEPT)
         """Requests whose answers have started, oldest first."""
-        clock = StreamClock()
         self.models = [
             ModelRouter(
-                one, lambda: self.limits, RouterMetrics(one.names[0]) if one.names else self.metrics, self.recent, clock
+                one, lambda: self.limits, RouterMetrics(one.names[0]) if one.names else self.metrics, self.recent
             )
             for one in engines
         ]
@@ -83,7 +81,7 @@ class Router:
         try:
             limits = changed_limits(self._built_limits, user_config)
             for model in self.models:
-                model.fleet.planner.reconfigure(limits.routing)
+                model.planner.reconfigure(limits.routing)
         except Exception as error:
             self.rejected_config = str(error)
             self.metrics.user_config_rejected.set(1)
@@ -162,9 +160,9 @@ class Router:
 
     @asynccontextmanager
     async def answer(self, request: ClientRequest) -> AsyncGenerator[AnyAnswer, None]:
-        """Serve `request` with its model. Raises as `model_of` and `ModelRouter.open` do."""
+        """Serve `request` with its model. Raises as `model_of` and `open_answer` do."""
         model = await self.model_of(request.body.get("model"))
-        answer = await model.open(request)
+        answer = await open_answer(model, request)
         try:
             yield answer
         finally:

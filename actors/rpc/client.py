@@ -3,7 +3,6 @@
 import asyncio
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from actors.errors import EngineDownError, EngineError
@@ -196,12 +195,6 @@ class Channel(asyncio.Protocol):
             listener.ended(lost)
 
 
-@dataclass(frozen=True, slots=True)
-class ChannelsSnapshot:
-    open: int
-    idle: int
-
-
 class Channels:
     def __init__(self, tls: ReloadedTls | None = None) -> None:
         self._tls = tls
@@ -218,10 +211,6 @@ class Channels:
     def close(self) -> None:
         for channel in list(self._channels.values()):
             channel.close()
-
-    def snapshot(self) -> ChannelsSnapshot:
-        channels = self._channels.values()
-        return ChannelsSnapshot(len(channels), sum(not channel.streams for channel in channels))
 
     def _closed(self, channel: Channel) -> None:
         if self._channels.get(channel.address) is channel:

@@ -13,7 +13,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -52,14 +52,6 @@ If Serve stops the routers at the same time, each of them sends KEEP within this
 
 MOST_ROUTERS = 64
 """Maximum number of routers with a stored queue length."""
-
-
-@dataclass(frozen=True, slots=True)
-class RpcServerSnapshot:
-    """Number of open connections, and ids of the routers with a stored queue length."""
-
-    connections: int
-    routers: frozenset[str]
 
 
 class RpcServer:
@@ -124,10 +116,6 @@ class RpcServer:
         oldest = time.monotonic() - REMEMBERED_S
         self._queued = {router: told for router, told in self._queued.items() if told[1] > oldest}
         return sum(queued for queued, _ in self._queued.values())
-
-    def snapshot(self) -> RpcServerSnapshot:
-        """Return the number of connections and the known routers."""
-        return RpcServerSnapshot(len(self._connections), frozenset(self._queued))
 
     async def drain(self) -> None:
         """Wait for stopping routers, then refuse new calls and wait for the end of running calls.

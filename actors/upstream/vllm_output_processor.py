@@ -22,9 +22,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
-from actors.replay_log import SERVED_CALL, ServedCall
+from actors.replay_log import SERVED_CALL, KvArrivals, ServedCall
 from actors.request import TRANSFER_FIELD
-from actors.telemetry.timestamps import KvArrivals
 
 BURST = 32
 """Number of emitted tokens to process before other tasks run."""
@@ -33,7 +32,7 @@ BURST = 32
 class SharedRequestOutputs(OutputProcessor):
     """Output processor for requests that two engines share (see the module).
 
-    Connects the first engine request of each `ServedCall` to the call's timestamps.
+    Connects the first engine request of each `ServedCall` to the call's timings.
     """
 
     block_tokens: int | None
@@ -55,9 +54,9 @@ class SharedRequestOutputs(OutputProcessor):
     def add_request(self, request: EngineCoreRequest, *args: Any, **options: Any) -> None:
         """Register a request. The first of several choices (`n`) receives the KV."""
         served = SERVED_CALL.get()
-        first = served is not None and served.timestamps.request_id is None
+        first = served is not None and served.request_id is None
         if served is not None and first:
-            served.timestamps.sent_to_engine(request.request_id)
+            served.sent_to_engine(request.request_id)
             # Only `generate` takes the times: the entry of a pooling request would stay.
             if self.arrivals is not None and request.sampling_params is not None:
                 self.arrivals.expect(request.request_id)

@@ -26,9 +26,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase, StatLoggerFactory
 from vllm.v1.metrics.stats import SchedulerStats
 
 from actors.errors import EngineDownError
-from actors.replay_log import SERVED_CALL, ServedCall
+from actors.replay_log import SERVED_CALL, KvArrivals, ServedCall
 from actors.request import TokenSource
-from actors.telemetry.timestamps import KvArrivals
 from actors.upstream.vllm_forced_tokens import FORCED_TOKENS
 from actors.upstream.vllm_output_processor import SharedRequestOutputs, one_token, samples_first_token
 from actors.upstream.vllm_sendable import check_sendable
@@ -181,7 +180,6 @@ class ReplayingLLM(AsyncLLM):
         if served is not None:
             # The router chose the rank; vLLM's responses API has no parameter for it.
             options["data_parallel_rank"] = served.data_parallel_rank
-        timestamps = None if served is None else served.timestamps
         one = sampling_params.output_kind is RequestOutputKind.DELTA and sampling_params.n == 1
         if served is not None and not (one and served.begin()):
             if served.replay:
@@ -207,8 +205,8 @@ class ReplayingLLM(AsyncLLM):
                         raise lost if call is None else call.end(lost)
                     if call is not None and any(one.token_ids for one in output.outputs):
                         call.sampled()
-                    if timestamps is not None and (output.metrics is None or output.metrics.scheduled_ts):
-                        timestamps.first_token(output.metrics, self.arrivals.take(timestamps.request_id))
+                    if call is not None and (output.metrics is None or output.metrics.scheduled_ts):
+                        call.computed(output.metrics, self.arrivals.take(call.request_id))
                     if served is not None:
                         served.record(output.outputs[0].token_ids)
                         if samples and output.prompt_token_ids is not None:
@@ -217,10 +215,10 @@ class ReplayingLLM(AsyncLLM):
                     if served is not None:
                         served.taken()
         finally:
-            if timestamps is not None:
-                self.arrivals.take(timestamps.request_id)
+            if call is not None:
+                self.arrivals.take(call.request_id)
                 if served is not None and served.unfinished:
-                    self._outputs.unfinished.discard(timestamps.request_id or "")
+                    self._outputs.unfinished.discard(call.request_id or "")
 
     @property
     def _outputs(self) -> SharedRequestOutputs:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from actors.errors import OverloadedError
 from actors.router.router import Router
 from app.http.errors import error_body, error_response
+from app.http.parsing import path_of
 from app.http.record import RECORD
 
 OPERATOR = "tandem.operator"
@@ -32,10 +33,6 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping", "/load", "/metrics"})
 
 REFUSED = ("refused", "")
 """Labels `route` and `reason`, in the metrics, of a request that this middleware refuses."""
-
-
-def path_of(scope: Scope) -> str:
-    return str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
 
 
 def is_open(scope: Scope) -> bool:
@@ -61,9 +58,6 @@ class PerKeyLimiter:
     def __init__(self) -> None:
         self._taken: Counter[Hashable] = Counter()
 
-    def snapshot(self) -> dict[Hashable, int]:
-        return dict(self._taken)
-
     @contextmanager
     def taken(self, key: Hashable, most: int | None) -> Iterator[None]:
         if most is not None and self._taken[key] >= most:
@@ -81,6 +75,8 @@ class PerKeyLimiter:
 
 
 class Authenticated:
+    """`app` for clients with one of the keys in `digests` or `operators`."""
+
     def __init__(self, app: ASGIApp, router: Router, digests: Sequence[bytes], operators: Sequence[bytes] = ()) -> None:
         self._app = app
         self._router = router
@@ -89,7 +85,7 @@ class Authenticated:
         self._limiter = PerKeyLimiter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._digests or is_open(scope):
+        if scope["type"] != "http" or is_open(scope):
             await self._app(scope, receive, send)
             return
         key = self._known_key(Headers(scope=scope).get("authorization", ""))
@@ -105,9 +101,6 @@ class Authenticated:
         except OverloadedError as error:
             response = error_response(error, self._router.limits.retry_after_s, scope["path"])
             await self._refuse(response)(scope, receive, send)
-
-    def requests_by_key(self) -> dict[Hashable, int]:
-        return self._limiter.snapshot()
 
     def _known_key(self, authorization: str) -> bytes | None:
         """Return the digest of the key in an Authorization header; None if there is no valid key.

@@ -13,12 +13,13 @@ from starlette.types import Receive, Scope, Send
 from actors.errors import with_causes
 from actors.request import Endpoint
 from actors.router.client_request import ClientRequest
-from actors.router.models.model_router import AnyAnswer, ModelRouter
+from actors.router.model_router import ModelRouter
+from actors.router.prompt_lists import AnyAnswer, open_answer
 from actors.router.router import Router
 from actors.upstream.uvicorn_protocol import CONNECTION
 from app.http.auth import OPERATOR
 from app.http.client_writer import KeepAlive, SendWriter, until_disconnect
-from app.http.errors import BadRequestError, error_event, error_response, late_error, status_of
+from app.http.errors import error_event, error_response, late_error, status_of
 from app.http.parsing import read_request
 from app.http.record import DISCONNECTS, RECORD, REFUSED, RequestRecord
 from app.http.traces import Traces
@@ -50,7 +51,7 @@ class Generate:
         keep_alive = KeepAlive(send, limits)
         try:
             with record, self._router.admitted() as count:
-                request = await self._read(Request(scope, receive))
+                request = await read_request(Request(scope, receive), self._endpoint, limits, wants_explanation(scope))
                 record.received(request)
                 model = await self._router.model_of(request.body.get("model"))
                 count(request.sequences)
@@ -68,30 +69,6 @@ class Generate:
                 await self._refuse_late(error_event(error, self._endpoint), status, record, send)
             else:
                 await error_response(error, limits.retry_after_s, self._endpoint)(scope, receive, send)
-
-    async def _read(self, request: Request) -> ClientRequest:
-        """Read the request within `body_timeout_s`, which limits the time of a slow upload.
-
-        Raises BadRequestError for an invalid request, or with status 408 after the timeout, and
-        ClientDisconnect if the client closes the connection.
-        """
-        limits = self._router.limits
-        try:
-            async with asyncio.timeout(limits.body_timeout_s):
-                found = await read_request(
-                    request,
-                    self._endpoint,
-                    limits.max_body_bytes,
-                    limits.max_prompts,
-                    limits.client_priority,
-                    limits.routing.session_header,
-                    explain=wants_explanation(request.scope),
-                )
-                await found.prepare()
-        except TimeoutError:
-            message = f"the body did not arrive within {limits.body_timeout_s:g} s"
-            raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
-        return found
 
     async def _answer(
         self,
@@ -111,7 +88,7 @@ class Generate:
         answer = None
         keep_alive.begin(request)
         try:
-            answer = await model.open(request)
+            answer = await open_answer(model, request)
             head = await answer.begin()
             await keep_alive.stop()
             if answer.start.streams:

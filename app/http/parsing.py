@@ -1,5 +1,6 @@
 """Read an HTTP request into a `ClientRequest`, with the checks that precede dispatch."""
 
+import asyncio
 import json
 import re
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
-from starlette.types import Message
+from starlette.types import Message, Scope
 
 from actors import large_json
 from actors.large_json import off_loop
@@ -21,6 +22,7 @@ from actors.policy.prompts import answers_each
 from actors.request import TRANSFER_FIELD, Endpoint, Headers
 from actors.router.client_request import ClientRequest
 from app.http.errors import BadRequestError, MalformedError
+from configs.settings.router import RouterLimits
 
 MAX_DEPTH = 64
 """Maximum nesting depth of a body; JSON schemas of tools have a depth of about twelve."""
@@ -74,27 +76,22 @@ PRIORITY_HEADER = b"x-vllm-priority"
 """Request header forwarded if `router.client_priority` is set."""
 
 
+def path_of(scope: Scope) -> str:
+    return str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
+
+
 async def read_request(
-    request: Request,
-    endpoint: Endpoint,
-    max_body_bytes: int,
-    max_prompts: int = 2**31,
-    client_priority: bool = False,
-    session_header: str = "x-session-id",
-    explain: bool = False,
+    request: Request, endpoint: Endpoint, limits: RouterLimits, explain: bool = False
 ) -> ClientRequest:
     """Read and check a request; that of `/invocations` becomes one of INVOKED.
 
-    ``max_prompts``      maximum of the number of prompts times `n`
-    ``client_priority``  whether the router forwards PRIORITY_HEADER
-    ``session_header``   header with the session of the request
-    ``explain``          see `ClientRequest`
+    ``explain``  see `ClientRequest`
 
-    Raises BadRequestError for an invalid request, and ClientDisconnect if the client closes the
-    connection before the end of the body.
+    Raises BadRequestError for an invalid or late request, and ClientDisconnect if the client closes
+    the connection before the end of the body.
     """
     arrived_at = time.monotonic()
-    raw = await read_body(request, max_body_bytes)
+    raw = await read_body(request, limits.max_body_bytes, limits.body_timeout_s)
     read_at = time.monotonic()
     if endpoint in FORM_ENDPOINTS:
         body = await parse_form(request, raw)
@@ -105,13 +102,15 @@ async def read_request(
             raise BadRequestError(f"{ADAPTER_HEADER} is not supported; name the adapter in `model`", param="model")
         # For the bodies of other models, decode's vLLM chooses the endpoint.
         endpoint = next((one for field, one in INVOKED.items() if body.get(field) is not None), endpoint)
-    check_prompts(body, max_prompts)
-    headers = forwarded_headers(request, client_priority)
+    check_prompts(body, limits.max_prompts)
+    headers = forwarded_headers(request, limits.client_priority)
     if isinstance(body.get("request_id"), str) and not _sends_id(request):
         # vLLM would prefer the generated header to the body's id.
         headers = tuple(header for header in headers if header[0] != b"x-request-id")
-    session = request.headers.get(session_header)
-    return ClientRequest(endpoint, headers, raw, body, session, explain, arrived_at=arrived_at, read_at=read_at)
+    session = request.headers.get(limits.routing.session_header)
+    found = ClientRequest(endpoint, headers, raw, body, session, explain, arrived_at=arrived_at, read_at=read_at)
+    await found.prepare()
+    return found
 
 
 def forwarded_headers(request: Request, client_priority: bool = False) -> Headers:
@@ -255,15 +254,21 @@ def _check_depth(body: dict[str, Any]) -> None:
     raise BadRequestError(f"the body has more than {MAX_DEPTH} levels of nesting; reduce them")
 
 
-async def read_body(request: Request, max_body_bytes: int) -> bytes:
+async def read_body(request: Request, max_body_bytes: int, timeout_s: float) -> bytes:
+    """Return the body. Raises BadRequestError if it is larger, or does not arrive in time (408)."""
     length = request.headers.get("content-length", "0")
     chunks = bytearray()
     too_large = length.isdigit() and int(length) > max_body_bytes
     if not too_large:
-        async for chunk in request.stream():
-            chunks += chunk
-            if too_large := len(chunks) > max_body_bytes:
-                break
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for chunk in request.stream():
+                    chunks += chunk
+                    if too_large := len(chunks) > max_body_bytes:
+                        break
+        except TimeoutError:
+            message = f"the body did not arrive within {timeout_s:g} s"
+            raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
     if too_large:
         raise BadRequestError(
             f"the body is larger than {max_body_bytes} bytes; send a smaller one",

@@ -29,10 +29,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.request import KEEP_ALIVE
 from actors.router.client_request import ClientRequest
-from actors.router.models.model_router import AnyAnswer, ModelRouter
+from actors.router.model_router import ModelRouter
+from actors.router.prompt_lists import AnyAnswer
 from actors.telemetry.latency_breakdown import LatencyBreakdown
-from actors.telemetry.recent_requests import MAX_ID_CHARACTERS, RecentRequest, now_unix
-from actors.telemetry.router_metrics import RouterMetrics
+from actors.telemetry.router_metrics import MAX_ID_CHARACTERS, RecentRequest, RouterMetrics, now_unix
+from app.http.parsing import path_of
 from app.http.traces import RequestTrace, Traces
 
 RECORD = "tandem.record"
@@ -242,7 +243,7 @@ class AccessLog:
         self._request_log = request_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        path = path_of(scope)
         if scope["type"] != "http" or path in UNLOGGED_PATHS:
             await self._app(scope, receive, send)
             return

@@ -17,12 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from actors.request import Endpoint
 from actors.router.peer_routers import RouterReplica
 from actors.router.single_flight import SingleFlight
-from app.http.auth import OPERATOR, Authenticated, forbidden, path_of
+from app.http.auth import OPERATOR, Authenticated, forbidden
 from app.http.errors import BadRequestError, error_body, error_response
 from app.http.forwarded.from_decode import FromDecode
 from app.http.forwarded.models import AdapterEndpoints, ModelList
 from app.http.generate import Generate
 from app.http.merge_metrics import CONTENT_TYPE, merge
+from app.http.parsing import path_of
 from app.http.record import AccessLog
 from app.http.status_page import PAGE_HEADERS, status_page
 from app.http.traces import Traces
@@ -119,7 +120,9 @@ def build_http(
         await (found or others)(scope, receive, send)
 
     own = settings or RouterSettings()
-    app: ASGIApp = Authenticated(surface, router, key_digests, operator_digests)
+    app: ASGIApp = surface
+    if key_digests or operator_digests:
+        app = Authenticated(app, router, key_digests, operator_digests)
     if own.allowed_origins:
         app = CORSMiddleware(  # outside `Authenticated`: browsers send preflights without a key
             app,

@@ -14,8 +14,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from actors.request import Headers
 from actors.router.client_request import ClientRequest
-from actors.router.models.model_router import AnyAnswer
-from actors.telemetry.recent_requests import now_unix
+from actors.router.prompt_lists import AnyAnswer
+from actors.telemetry.router_metrics import now_unix
 
 PROPAGATED = ("traceparent", "tracestate")
 

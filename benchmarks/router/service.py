@@ -19,12 +19,10 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from actors.engine.asgi_call import AsgiApp
-from actors.engine.decode import Decode
-from actors.engine.engine_actor import CallItem
-from actors.engine.prefill import Prefill
+from actors.engine.engine_actor import Decode, Prefill
 from actors.engine.vllm_engine import StopFlag, VllmEngine
 from actors.engine_pool.serve_discovery import DiscoveryRouter
-from actors.request import ProducerAddress
+from actors.request import Item, ProducerAddress
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server_connection import ServedStream
 from app.main import DeployedModel, router_deployment
@@ -75,11 +73,11 @@ class Instant(Prefill, Decode):
         await self._open_rpc_servers(RoleSettings(max_ongoing_sequences=slots, rpc_host="127.0.0.1"))
         freeze_gc()
 
-    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[CallItem, None]:
+    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[Item, None]:
         """Serve a call, which `running` counts until it ends."""
         return self._counted(super().serve_request(rank, request, stream))
 
-    async def _counted(self, items: AsyncGenerator[CallItem, None]) -> AsyncGenerator[CallItem, None]:
+    async def _counted(self, items: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
         self.running += 1
         try:
             async with aclosing(items) as answer:

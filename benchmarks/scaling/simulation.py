@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from actors.engine_pool.discovery import rank
+from actors.engine_pool.slots import rank
 from benchmarks.scaling.autoscaler import Autoscaler, Clock, Policy, simulated_time
 from benchmarks.scaling.engines import DecodeReplica, Machine, PrefillReplica, Replica, Request
 from benchmarks.scaling.loads import HOUR_S, Load

@@ -18,12 +18,13 @@ from typing import Any
 from ray.serve.handle import DeploymentBroadcastResponse
 
 from actors.engine.asgi_call import Notices
-from actors.engine.split.split_call import SplitCall
-from actors.engine_pool.engine_call import EngineCall, Slot
+from actors.engine.split_call import SplitCall
+from actors.engine_pool.engine_call import EngineCall
+from actors.engine_pool.slots import EngineReplica, Slot, SlotRequest
 from actors.errors import CannotResumeError, EngineDownError, RefusedError
 from actors.policy.prefixes import EngineStore
 from actors.request import Accepted, Call, PrefillReport, ProducerAddress, TokenSource
-from actors.router.models.model_router import ModelEngines
+from actors.router.model_router import ModelEngines
 from actors.router.router import Router
 from actors.rpc.address import RpcAddress
 from actors.rpc.messages import PrefillCandidate, PrefillOrder, RpcFailure, RpcRequest
@@ -129,7 +130,8 @@ class Connection:
             yield accepted
             items = replica.run(request.call)
         else:
-            items = SplitCall(request.call, request.prefill, self, self._serve, _beats).items(accepted)
+            connections: Any = self
+            items = SplitCall(request.call, request.prefill, connections, self._serve, _beats).items(accepted)
         try:
             async with aclosing(items):
                 async for item in items:
@@ -261,27 +263,18 @@ class Handle:
         self._turn = 0
         self._known = False
 
-    def take_now(
-        self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), sequences: int = 1, identity: str | None = None
-    ) -> Slot | None:
+    def take_now(self, wanted: SlotRequest) -> Slot | None:
         self._known = True
-        free = self._usable(avoid, identity)
-        return self._slot(free, prefer) if self.grants_at_once and free else None
+        free = self._usable(wanted.avoid, wanted.identity)
+        return self._slot(free, wanted.prefer) if self.grants_at_once and free else None
 
-    async def take(
-        self,
-        avoid: Iterable[str] = (),
-        prefer: Sequence[str] = (),
-        sequences: int = 1,
-        part: bool = False,
-        identity: str | None = None,
-    ) -> Slot:
+    async def take(self, wanted: SlotRequest) -> Slot:
         self._known = True
-        free = self._usable(avoid, identity)
+        free = self._usable(wanted.avoid, wanted.identity)
         await asyncio.sleep(0)
         if not free:
             raise TimeoutError  # the router's timeout has expired: without a real wait here
-        return self._slot(free, prefer)
+        return self._slot(free, wanted.prefer)
 
     def _usable(self, avoid: Iterable[str], identity: str | None) -> list[Replica]:
         return [one for one in self.replicas if one.name not in avoid and identity in (None, one.identity)]
@@ -291,11 +284,8 @@ class Handle:
         self.taken += 1
         preferred = [one for name in prefer for one in free if one.name == name and not self.in_order]
         replica = (preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0]
-        return Slot(
-            replica.name,
-            RpcAddress(replica.name, 1, ""),
-            self.metadata | {"identity": replica.identity, "version": replica.version},
-        )
+        metadata = self.metadata | {"identity": replica.identity, "version": replica.version}
+        return Slot(replica.name, EngineReplica(RpcAddress(replica.name, 1, ""), 100, 100, metadata, replica.name))
 
     def give_back(self, slot: Slot) -> None:
         self.taken -= 1

@@ -12,13 +12,14 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from actors.engine import request_json
+from actors import large_json
 from actors.large_json import OFF_LOOP_BYTES, loads
 from actors.policy.prompts import read_prompt
 from actors.router import client_request
 from actors.router.client_request import ClientRequest
 from app.http.errors import MalformedError
 from app.http.parsing import parse_body, read_request
+from configs.settings.router import RouterLimits
 
 BODY_BYTES = 16 * 2**20
 TICKS = 15
@@ -47,7 +48,7 @@ async def ticks_during(work: Awaitable[Any]) -> tuple[Any, int]:
 def engine_side() -> Iterator[None]:
     """Starlette as in an engine's process."""
     kept = Request.json
-    request_json.decode_large_bodies_off_loop()
+    large_json.decode_large_bodies_off_loop()
     yield
     Request.json = kept  # type: ignore[method-assign]
 
@@ -59,9 +60,7 @@ def token_ids() -> bytes:
 
 async def test_a_router_serves_others_while_it_reads_a_large_body() -> None:
     async def read() -> Any:
-        found = await read_request(http(token_ids()), "/v1/completions", 2 * BODY_BYTES)
-        await found.prepare()
-        return found
+        return await read_request(http(token_ids()), "/v1/completions", RouterLimits(max_body_bytes=2 * BODY_BYTES))
 
     found, ticks = await ticks_during(read())
     assert found.body["prompt"][-2:] == [12345, 1]

@@ -13,8 +13,7 @@ from pydantic import SecretStr
 from ray.serve import Application
 
 from actors.engine import engine_actor
-from actors.engine.decode import Decode
-from actors.engine.prefill import Prefill
+from actors.engine.engine_actor import Decode, Prefill
 from actors.engine.vllm_engine import kv_transfer_config
 from actors.errors import EngineStartError
 from app.main import build

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from actors.engine.split.bodies import decode_body, prefill_body
-from actors.raw_json import as_written, write
+from actors.engine.split_bodies import decode_body, prefill_body
+from actors.large_json import as_written, write
 from actors.request import Endpoint, ProducerAddress
 from actors.router.client_request import why_local
 from app.http.errors import BadRequestError

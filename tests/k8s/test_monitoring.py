@@ -15,9 +15,9 @@ import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.engine.split.prefill_call import BROKEN
-from actors.policy.decision import NO_PREFILL, PREFILL_FAILED
-from actors.router.dispatch.attempt import COUNTED_AS
+from actors.engine.split_call import BROKEN
+from actors.policy.choice import NO_PREFILL, PREFILL_FAILED
+from actors.router.attempt import COUNTED_AS
 from actors.telemetry.latency_breakdown import LatencyBreakdown, Span
 from actors.telemetry.router_metrics import RouterMetrics
 from app.http.generate import REFUSED

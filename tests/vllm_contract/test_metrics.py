@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from actors.telemetry.timestamps import KvArrivals, KvTimes
+from actors.replay_log import KvArrivals, KvTimes
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import ARRIVALS_KEPT, PEERS_KEPT, RankTally, TandemPromMetrics, TandemStats
 from tests.vllm_contract.caches import connector_config

@@ -16,7 +16,7 @@ from actors.router.router import Router
 from app.http.client_writer import until_disconnect
 from app.http.errors import error_event, error_response, status_of
 from app.http.generate import RELAYED_HEADERS
-from app.http.parsing import forwarded_headers
+from app.http.parsing import forwarded_headers, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class FromDecode:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
-        path = quote(scope["path"].removeprefix(scope.get("root_path", "")))
+        path = quote(path_of(scope))
         query = scope["query_string"].decode("latin-1")
         call = Call(request.method, f"{path}?{query}" if query else path, forwarded_headers(request))
         has_begun = False

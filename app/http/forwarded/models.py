@@ -1,6 +1,5 @@
 """ASGI endpoints that list models, and load and unload LoRA adapters."""
 
-import asyncio
 import json
 import logging
 from collections.abc import Sequence
@@ -12,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from actors.errors import BusyError, DeadlineError, EngineError, OverloadedError, UnavailableError, with_causes
 from actors.request import Call
-from actors.router.models.adapters import AdapterError, AdapterNameError
-from actors.router.models.model_router import ModelRouter
+from actors.router.adapters import AdapterError, AdapterNameError
+from actors.router.model_router import ModelRouter
 from actors.router.router import Router
 from app.http.errors import BadRequestError, error_response, status_of
 from app.http.parsing import forwarded_headers, parse_body, read_body
@@ -86,27 +85,20 @@ class AdapterEndpoints:
         return await self._answer(request, self._unload)
 
     async def _answer(self, request: Request, change: Any) -> Response:
+        limits = self._router.limits
         try:
-            return Response(await change(parse_body(await self._body(request))))
+            body = await read_body(request, MAX_BODY_BYTES, limits.body_timeout_s)
+            return Response(await change(parse_body(body)))
         except ClientDisconnect:
             return Response(status_code=HTTPStatus.BAD_REQUEST)
         except AdapterError as error:
             return JSONResponse(error.body, status_code=error.status)
         except AdapterNameError as error:
-            return error_response(_invalid(str(error)), self._router.limits.retry_after_s)
+            return error_response(_invalid(str(error)), limits.retry_after_s)
         except Exception as error:
             if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
                 logger.exception("cannot load or unload an adapter; the client gets HTTP 500")
-            return error_response(error, self._router.limits.retry_after_s)
-
-    async def _body(self, request: Request) -> bytes:
-        timeout_s = self._router.limits.body_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await read_body(request, MAX_BODY_BYTES)
-        except TimeoutError:
-            message = f"the body did not arrive within {timeout_s:g} s"
-            raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
+            return error_response(error, limits.retry_after_s)
 
     async def _load(self, body: dict[str, Any]) -> str:
         name, path = _text(body, "lora_name"), _text(body, "lora_path", MAX_PATH_CHARACTERS)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from actors.engine.vllm_engine import StopFlag, VllmEngine
-from actors.engine_pool.discovery import publish
-from actors.engine_pool.engines import EnginePool
+from actors.engine_pool.engines import EnginePool, publish
 from actors.policy.prefixes import EngineStore
 from configs.settings.deployment import RoleSettings
 from tests.actors.engine.test_slots_of import Actor

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from actors.engine.prefill import Prefill
+from actors.engine.engine_actor import Prefill
 from actors.request import Call, FirstTokenChunk, ResponseStart
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server_connection import ServedStream, ServerConnection

@@ -10,9 +10,8 @@ import pytest
 from pydantic import SecretStr
 
 from actors.engine import engine_actor, node_failures
-from actors.engine.decode import Decode
+from actors.engine.engine_actor import Decode, Prefill
 from actors.engine.node_failures import LostNodes, dead_nodes_now, grace_s, watch_nodes
-from actors.engine.prefill import Prefill
 from actors.errors import EngineStartError
 from actors.upstream.ray_private import RECONNECT_VARIABLE
 from configs.settings.parsing import parse_settings

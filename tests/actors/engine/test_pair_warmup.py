@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from actors.engine import decode as decode_module
-from actors.engine import pair_warmup
-from actors.engine.decode import Decode
+from actors.engine import engine_actor, pair_warmup
+from actors.engine.engine_actor import Decode, Prefill
 from actors.engine.pair_warmup import PeerReplicas, ProbeParams, peer_deployment, probe_timeout_s
-from actors.engine.prefill import Prefill
 from actors.request import ProducerAddress
 from configs.settings.base import RoleName
 from configs.settings.kv import TransferSettings
@@ -74,7 +72,7 @@ async def test_one_that_cannot_be_met_keeps_nobody_from_the_others() -> None:
 
 async def test_engines_that_have_ended_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every start of a prefill engine has a new id."""
-    monkeypatch.setattr(decode_module, "MOST_WARM", 2)
+    monkeypatch.setattr(engine_actor, "MOST_WARM", 2)
     decode = Unstarted()
     for number in range(4):
         await decode.fetch_probes({"d0": [{"remote_engine_id": f"p{number}"}]})

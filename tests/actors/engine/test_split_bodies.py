@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from actors.engine.split.bodies import OUTPUT_ONLY, decode_body, prefill_body
-from actors.raw_json import as_written, write
+from actors.engine.split_bodies import OUTPUT_ONLY, decode_body, prefill_body
+from actors.large_json import as_written, write
 from actors.request import Endpoint, ProducerAddress
 
 COMPLETIONS: Endpoint = "/v1/completions"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from actors.engine.asgi_call import Notices
-from actors.engine.prefill import Prefill
-from actors.engine.split.split_call import SplitCall
+from actors.engine.engine_actor import Prefill
+from actors.engine.split_call import SplitCall
 from actors.errors import EngineDownError
 from actors.request import (
     TRANSFER_FIELD,

@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from actors.engine_pool.discovery import engine_names, publish, rank, ranked_metadata, replicas_of
+from actors.engine_pool.engines import engine_names, publish, ranked_metadata, replicas_of
+from actors.engine_pool.slots import rank
 from actors.policy.prefixes import EngineStore
 from actors.rpc.address import RpcAddress
 from actors.rpc.server import replica_metadata

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from actors.engine.asgi_call import Notices
-from actors.engine.split.split_call import SplitCall
-from actors.engine_pool import discovery
+from actors.engine.split_call import SplitCall
+from actors.engine_pool import engines
 from actors.engine_pool.engines import EnginePool
 from actors.errors import DeadlineError, OverloadedError
 from actors.request import Accepted, Call, ResponseStart
-from actors.router.models.model_router import ModelEngines
+from actors.router.model_router import ModelEngines
 from actors.router.router import Router
 from actors.rpc import client, server_connection
 from actors.rpc.messages import RpcRequest
@@ -98,7 +98,7 @@ class Service:
                 f"{role} 0": {**replica_metadata(await server.open("127.0.0.1", 0), QUEUE, **METADATA), "slots": slots}
             }
             stack.push_async_callback(server.close)
-            discovery.publish(role, said)
+            engines.publish(role, said)
 
     def router(self, stack: AsyncExitStack, limits: RouterLimits) -> Router:
         handles: list[Any] = [Handle("prefill"), Handle("decode")]

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from actors.engine_pool import slots as module
-from actors.engine_pool.discovery import EngineReplica
-from actors.engine_pool.slots import SlotPool
+from actors.engine_pool.slots import EngineReplica, SlotPool, SlotRequest
 from actors.errors import OverloadedError
 from actors.rpc.address import RpcAddress
 
@@ -35,9 +34,9 @@ async def soon(*tasks: asyncio.Task[str]) -> list[str | None]:
 async def test_the_preferred_one_then_the_least_busy() -> None:
     """The pool takes the preferred replica, else the least busy one, of those with a slot."""
     here = SlotPool(lambda: engines(a=2, b=2, c=2))
-    assert await here.take(prefer=["b"]) == "b"
-    assert await here.take(prefer=["x", "b"]) == "b"
-    assert await here.take(prefer=["b"], avoid={"a"}) == "c", "b is full"
+    assert await here.take(SlotRequest(prefer=["b"])) == "b"
+    assert await here.take(SlotRequest(prefer=["x", "b"])) == "b"
+    assert await here.take(SlotRequest(prefer=["b"], avoid={"a"})) == "c", "b is full"
     assert await here.take() == "a", "the only one without a call"
     assert here.ongoing() == {"a": 1, "b": 2, "c": 1}
 
@@ -46,8 +45,8 @@ async def test_an_engine_that_arrives_with_another_identity_is_not_taken() -> No
     """A stream waits for an engine that may continue it."""
     here = engines(a=1)
     pool = SlotPool(lambda: here)
-    assert pool.take_now(identity="m") is None
-    waiting = asyncio.create_task(pool.take(identity="m"))
+    assert pool.take_now(SlotRequest(identity="m")) is None
+    waiting = asyncio.create_task(pool.take(SlotRequest(identity="m")))
     for name, identity in (("b", "other"), ("c", "m")):
         assert await soon(waiting) == [None]
         here[name] = EngineReplica(RPC, 1, 1, {"identity": identity}, name)
@@ -60,26 +59,26 @@ async def test_taking_without_a_wait() -> None:
     here = SlotPool(lambda: engines(a=1))
     assert here.take_now() == "a"
     assert here.take_now() is None
-    waiting = asyncio.create_task(here.take(avoid={"a"}))
+    waiting = asyncio.create_task(here.take(SlotRequest(avoid={"a"})))
     await soon(waiting)
     here.give_back("a")
     assert here.take_now() is None
     waiting.cancel()
     await asyncio.wait({waiting})
-    assert here.take_now(avoid={"a"}) is None
-    assert here.take_now(sequences=3) == "a"
+    assert here.take_now(SlotRequest(avoid={"a"})) is None
+    assert here.take_now(SlotRequest(sequences=3)) == "a"
     assert here.taken == 3
 
 
 async def test_sequences_are_counted() -> None:
     """A call takes as many slots as it has sequences, and is granted while one is free."""
     here = SlotPool(lambda: engines(a=4, b=4))
-    assert await here.take(prefer=["a"], sequences=3) == "a"
+    assert await here.take(SlotRequest(prefer=["a"], sequences=3)) == "a"
     assert [await here.take() for _ in range(3)] == ["b"] * 3
     assert here.ongoing() == {"a": 3, "b": 3}
-    assert await here.take(prefer=["a"], sequences=8) == "a"
+    assert await here.take(SlotRequest(prefer=["a"], sequences=8)) == "a"
     assert await here.take() == "b"
-    waiting = asyncio.create_task(here.take(sequences=8))
+    waiting = asyncio.create_task(here.take(SlotRequest(sequences=8)))
     small = asyncio.create_task(here.take())
     assert await soon(waiting, small) == [None, None]
     here.give_back("b")
@@ -93,7 +92,7 @@ async def test_who_waits_is_served_in_turn() -> None:
     """Requests get slots in order of arrival, except on engines that the first request avoids."""
     here = SlotPool(lambda: engines(a=1, b=1))
     assert {await here.take(), await here.take()} == {"a", "b"}
-    first, second = (asyncio.create_task(here.take(avoid=avoid)) for avoid in ({"a"}, set()))
+    first, second = (asyncio.create_task(here.take(SlotRequest(avoid=avoid))) for avoid in ({"a"}, set()))
     assert await soon(first, second) == [None, None]
     here.give_back("a")
     assert await soon(first, second) == [None, "a"]
@@ -106,7 +105,7 @@ async def test_a_list_of_prompts_waits_like_one_request() -> None:
     """One prompt of the list counts towards the queue limit; other requests use the rest."""
     here = SlotPool(lambda: engines(queue=2, a=1))
     assert await here.take() == "a"
-    prompts = [asyncio.create_task(here.take(part=part)) for part in (False, True, True, True)]
+    prompts = [asyncio.create_task(here.take(SlotRequest(part=part))) for part in (False, True, True, True)]
     other = asyncio.create_task(here.take())
     assert await soon(*prompts, other) == [None] * 5
     with pytest.raises(OverloadedError, match="2 requests are waiting"):
@@ -177,14 +176,14 @@ async def test_an_engine_that_refuses() -> None:
     """A full engine is left alone for its back-off, a stopping one forever."""
     here = SlotPool(lambda: engines(a=5, b=5))
     here.record_full("a")
-    assert [await here.take(prefer=["a"]) for _ in range(3)] == ["b"] * 3
-    await here.take(prefer=["b"])
-    await here.take(prefer=["b"])
+    assert [await here.take(SlotRequest(prefer=["a"])) for _ in range(3)] == ["b"] * 3
+    await here.take(SlotRequest(prefer=["b"]))
+    await here.take(SlotRequest(prefer=["b"]))
     await asyncio.sleep(module.REFUSED_S * 1.5)
-    assert await here.take(prefer=["a"]) == "a"
+    assert await here.take(SlotRequest(prefer=["a"])) == "a"
     here.give_back("b")
     here.record_leaving("a")
-    assert await here.take(prefer=["a"]) == "b"
+    assert await here.take(SlotRequest(prefer=["a"])) == "b"
     assert "a" not in here.ongoing()
 
 
@@ -268,8 +267,8 @@ async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
 async def test_a_request_cancelled_just_after_its_grant_returns_the_slots() -> None:
     """The request's task has been granted slots, but has not run since."""
     here = SlotPool(lambda: engines(a=2))
-    await here.take(sequences=2)
-    waiting = asyncio.create_task(here.take(sequences=2))
+    await here.take(SlotRequest(sequences=2))
+    waiting = asyncio.create_task(here.take(SlotRequest(sequences=2)))
     assert await soon(waiting) == [None]
     here.give_back("a", sequences=2)
     assert here.taken == 2, "granted"
@@ -289,7 +288,7 @@ async def test_no_slot_is_lost() -> None:
         nonlocal served
         await asyncio.sleep(rng.random() * 0.05)
         async with asyncio.timeout(rng.choice([0.002, 0.02, 5])):
-            name = await here.take(avoid=rng.choice([set(), set(), {"a"}]))
+            name = await here.take(SlotRequest(rng.choice([set(), set(), {"a"}])))
             try:
                 served += 1
                 assert all(count <= most for count, most in zip(here.ongoing().values(), (2, 1), strict=True))

@@ -15,9 +15,9 @@ import pytest
 
 from actors.errors import EngineDownError, EngineError, TandemError
 from actors.request import Call, FirstTokenChunk, Heartbeat, ResponseStart, StreamChunk, TokenChunk
-from actors.router.relay import Relay, StreamClock
-from actors.router.splice import Splice
+from actors.router.answer import Answer
 from actors.telemetry.router_metrics import RouterMetrics
+from configs.settings.router import RouterLimits
 from testing.answers import body_of
 from tests.actors.behaviours import EVENTS, fleet, request, well
 from tests.actors.fleet import SOURCE, at_rest
@@ -88,6 +88,14 @@ async def test_pieces_of_a_stream(items: list[Any], pieces: list[int]) -> None:
     await at_rest(p, d)
 
 
+def answer_of(call: Any, items: deque[Any], limits: RouterLimits) -> Answer:
+    """Return the answer of an attempt that has begun with `items`."""
+    model = SimpleNamespace(metrics=RouterMetrics())
+    dispatcher: Any = SimpleNamespace(request=request(), limits=limits, age_s=0.0, model=model)
+    attempt: Any = SimpleNamespace(items=items, call=call)
+    return Answer(dispatcher, attempt)
+
+
 @pytest.mark.parametrize(
     ("paused", "heard", "ends", "told"),
     [
@@ -103,13 +111,14 @@ async def test_limits_of_a_stream(paused: int, heard: int, ends: int, told: str)
     """In seconds; the client pauses and the engine is heard before these times."""
     call: Any = SimpleNamespace(has_items=False, over=False, error=None, heard=False, reader=None)
     writer: Any = SimpleNamespace(paused=True, on_resume=None, write=None)
-    relay, start = Relay(call, deque(), Splice(True, RouterMetrics()), writer, 2, 10), asyncio.get_running_loop().time()
-    running = asyncio.create_task(relay.run(StreamClock()))
+    limits = RouterLimits().model_copy(update={"silence_timeout_s": 2, "idle_timeout_s": 10})
+    answer, start = answer_of(call, deque(), limits), asyncio.get_running_loop().time()
+    running = asyncio.create_task(answer.relay(writer))
     for now in range(ends + 1):
         await asyncio.sleep(0)
         assert not running.done(), now
         writer.paused, call.heard = now < paused, now < heard
-        relay.check(start + now)
+        answer.check(start + now)
     with pytest.raises(TandemError, match=told):
         await running
 
@@ -121,6 +130,4 @@ async def test_nothing_is_read_after_the_last_event() -> None:
     items: Any = deque([first, events[1], ResponseStart(400, ((b"content-type", b"application/json"),)), b"{}"])
     call: Any = SimpleNamespace(has_items=False, over=False, error=None, heard=False, reader=None)
     writer: Any = SimpleNamespace(paused=False, on_resume=None, write=None)
-    relay = Relay(call, items, Splice(True, RouterMetrics()), writer, 10, 10)
-    await relay.run(StreamClock())
-    assert relay.last == b"".join(events)
+    assert await answer_of(call, items, RouterLimits()).relay(writer) == b"".join(events)

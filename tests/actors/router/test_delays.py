@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from actors.errors import EngineDownError
+from actors.replay_log import KvTimes, ServedCall
 from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk
 from actors.router.client_request import ClientRequest
 from actors.telemetry.latency_breakdown import LatencyBreakdown
-from actors.telemetry.timestamps import CallTimestamps, KvTimes
 from configs.settings.router import RouterLimits
 from testing.answers import body_of
 from tests.actors.behaviours import EVENTS, JSON, event, request
@@ -47,12 +47,12 @@ class Engines:
             await self.stage("retries")
             raise EngineDownError("dead")
         await self.stage("hop to prefill")
-        watch, stats = CallTimestamps(), SimpleNamespace()
+        watch, stats = ServedCall(), SimpleNamespace()
         stats.queued_ts = await self.stage("prefill's tokenizer")
         stats.scheduled_ts = await self.stage("prefill's queue")
         stats.first_token_ts = await self.stage("prefill")
         self._computed.set()
-        watch.first_token(stats, KvTimes())
+        watch.computed(stats, KvTimes())
         await self.stage("prefill's answer")
         yield ResponseStart(200, JSON, watch.take_timings())
         yield b"{}"
@@ -60,7 +60,7 @@ class Engines:
 
     async def _decode(self, call: Call, _: int) -> AsyncGenerator[Any, None]:
         body = json.loads(call.body)
-        watch, stats = CallTimestamps(), SimpleNamespace()
+        watch, stats = ServedCall(), SimpleNamespace()
         stats.queued_ts = await self.stage("decode's tokenizer")
         arrival = None
         if TRANSFER_FIELD in body:
@@ -70,7 +70,7 @@ class Engines:
         stats.scheduled_ts = await self.stage("decode's queue")
         await self.stage("recompute")
         stats.first_token_ts = await self.stage("first step")
-        watch.first_token(stats, KvTimes(arrival))
+        watch.computed(stats, KvTimes(arrival))
         if not body.get("stream"):
             await self.stage("generation")
             yield ResponseStart(200, JSON, watch.take_timings())

@@ -14,7 +14,7 @@ import pytest
 
 from actors.errors import CannotResumeError, DeadlineError, EngineDownError, UnavailableError
 from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart, StreamChunk, TokenChunk, TokenSource
-from actors.router import relay
+from actors.router import answer as answer_module
 from testing.answers import body_of
 from testing.sse import said
 from tests.actors.behaviours import (
@@ -384,7 +384,7 @@ async def test_a_stream_whose_client_reads_slowly_is_resumed(monkeypatch: pytest
             yield item
 
     if pause_s < 0.2:
-        monkeypatch.setattr(relay, "MOST_BYTES", 1)
+        monkeypatch.setattr(answer_module, "MOST_BYTES", 1)
     router, p, d = fleet([well], [starts_late, engine(1, [1], dies_after=25)])
     router.limits = LIMITS.model_copy(update=SHORT)
     d.in_order = True

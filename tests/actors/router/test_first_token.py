@@ -233,7 +233,7 @@ async def test_the_deadline_of_the_first_token_ends_with_it():
         body = body_of(answer)
         await anext(body)
         assert isinstance(answer, Answer)
-        assert answer._attempts.timing.left_s > 3000  # noqa: SLF001
+        assert answer._dispatcher.left_s > 3000  # noqa: SLF001
         rest = b"".join([some async for some in body])
     assert rest.endswith(b"data: [DONE]\n\n")
     await at_rest(p, d)
@@ -370,7 +370,7 @@ async def test_decode_that_dies_after_prefills_first_token_is_not_expected_to_ho
     await ask(router, request(prompt="word " * 400))
     assert [len(replica.calls) for replica in d.replicas] == [1, 1]
     await at_rest(p, d)
-    held = router.models[0].fleet.planner._prefixes.snapshot()  # noqa: SLF001
+    held = router.models[0].planner._prefixes._caches  # noqa: SLF001
     assert held["d1"]
     assert not held["d0"]
 

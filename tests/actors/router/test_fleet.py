@@ -13,7 +13,6 @@ import pytest
 
 from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk
 from actors.router.client_request import ClientRequest
-from actors.router.dispatch.fleet import LEARN_DELAY_S, Deferred
 from actors.router.prompt_lists import COUNTS
 from configs.settings.router import RouterLimits, RoutingSettings
 from testing.answers import whole_body
@@ -143,7 +142,7 @@ async def test_routing_changes_while_requests_run():
 
 async def test_decisions_are_counted_and_logged(caplog):
     engines = Engines(limits(policy="never_remote"))
-    with caplog.at_level(logging.DEBUG, logger="actors.router.dispatch.fleet"):
+    with caplog.at_level(logging.DEBUG, logger="actors.router.model_router"):
         await engines.ask(ids(100))
         await engines.ask(ids(100), echo=True)
     assert counted(engines.router, "tandem_decisions_total", route="local", reason="policy") == 1
@@ -207,20 +206,3 @@ async def test_usage_of_the_prefill_leg_is_learnt():
         told, _ = await engines.ask(f"{n:06}" + "a" * 5994)
     assert told["prompt_tokens"] == pytest.approx(6000, rel=0.05)
     await at_rest(engines.p, engines.d)
-
-
-async def test_costs_are_learnt_a_moment_later(caplog):
-    """No callable runs during an answer; later all run, in order, even if one fails."""
-    later, done = Deferred(), []
-
-    def fails() -> None:
-        raise ValueError("no lesson")
-
-    for lesson in (lambda: done.append(1), fails, lambda: done.append(2)):
-        later(lesson)
-    assert not done
-    await asyncio.sleep(5 * LEARN_DELAY_S)
-    assert (done, "no lesson" in caplog.text) == ([1, 2], True)
-    later(lambda: done.append(3))
-    await asyncio.sleep(5 * LEARN_DELAY_S)
-    assert done[-1] == 3

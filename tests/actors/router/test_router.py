@@ -18,7 +18,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from actors.engine.asgi_call import Notices
-from actors.engine.split.split_call import SplitCall
+from actors.engine.split_call import SplitCall
 from actors.engine_pool.serve_discovery import DiscoveryRouter
 from actors.request import TRANSFER_FIELD, Accepted, Call, ResponseStart, StreamChunk
 from actors.router.peer_routers import STATUS_AGE_S

@@ -11,8 +11,8 @@ import pytest
 import uvloop
 
 from actors.engine_pool import engines as module
-from actors.engine_pool.discovery import EngineReplica
 from actors.engine_pool.engines import EnginePool
+from actors.engine_pool.slots import EngineReplica
 from actors.rpc import client, server, server_connection
 from actors.rpc.server import RpcServer, replica_metadata
 from tests.actors.rpc.world import WAIT_S, Served, WholeCall, World

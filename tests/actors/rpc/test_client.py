@@ -6,19 +6,32 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from actors.engine_pool.engine_call import Slot
-from actors.engine_pool.slots import SlotPool
+from actors.engine_pool.slots import Slot, SlotPool
 from actors.errors import DeadlineError, EngineDownError, EngineError, SilentError
 from actors.request import Accepted
 from actors.rpc import client, server_connection
 from actors.rpc.address import RpcAddress
 from actors.rpc.messages import LENGTH, EndStream, RpcRefused, RpcWelcome, StreamItem, encode
 from actors.rpc.protocol import WINDOW_BYTES
-from tests.actors.rpc.world import CALL, ITEMS, PIECE_BYTES, POURED, WAIT_S, World, items, joined, read, settled, until
+from tests.actors.rpc.world import (
+    CALL,
+    ITEMS,
+    PIECE_BYTES,
+    POURED,
+    WAIT_S,
+    World,
+    channels,
+    items,
+    joined,
+    read,
+    settled,
+    until,
+)
 
 
 @asynccontextmanager
@@ -37,7 +50,7 @@ async def elsewhere(world: World, sent: bytes, stays: bool = False) -> AsyncGene
         slot = await world.engines.take()
         stack.callback(world.engines.give_back, slot)
         address = RpcAddress("127.0.0.1", server.sockets[0].getsockname()[1], "key")
-        yield world.engines.dispatch(Slot("e", address, slot.metadata), CALL)
+        yield world.engines.dispatch(Slot("e", replace(slot.engine, address=address)), CALL)
 
 
 async def test_a_router_learns_that_its_call_is_taken(world: World) -> None:
@@ -128,7 +141,7 @@ async def test_an_answer_that_breaks_off(world: World, sent: bytes) -> None:
     async with elsewhere(world, sent) as call:
         with pytest.raises(EngineDownError, match="e: "):
             await asyncio.wait_for(read(call, []), WAIT_S)
-    assert world.engines.snapshot().open == 0
+    assert channels(world.engines)[0] == 0
 
 
 async def test_a_connection_that_closes_before_a_method_is_sent(world: World) -> None:
@@ -145,7 +158,7 @@ async def test_an_item_after_the_end(world: World) -> None:
     said = encode([RpcWelcome(1), TAKEN, EndStream(1), StreamItem(1, b"of whom?")])
     async with elsewhere(world, said, stays=True) as call:
         assert await items(call) == [Accepted("e", 1)]
-        await until(lambda: world.engines.snapshot().open == 0)
+        await until(lambda: channels(world.engines)[0] == 0)
 
 
 async def test_a_cancelled_call_leaves_the_connection_open(world: World) -> None:
@@ -157,7 +170,7 @@ async def test_a_cancelled_call_leaves_the_connection_open(world: World) -> None
             call.cancel()
             await world.at_rest()
         assert joined(await items(await world.call("ends", stack))) == joined(ITEMS)
-    assert world.engines.snapshot().open == 1
+    assert channels(world.engines)[0] == 1
 
 
 async def test_a_call_that_ends_late(world: World) -> None:
@@ -173,7 +186,7 @@ async def test_a_call_that_ends_late(world: World) -> None:
         assert world.served.running == 1
         world.served.go_on.set()
         await world.at_rest()
-        await until(lambda: world.engines.snapshot() == client.ChannelsSnapshot(open=1, idle=1))
+        await until(lambda: channels(world.engines) == (1, 1))
 
 
 async def test_an_idle_connection_is_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,10 +197,10 @@ async def test_an_idle_connection_is_closed(world: World, monkeypatch: pytest.Mo
             world.served.go_on.clear()
             running = [await world.call("waits", stack) for _ in range(2)]
             await asyncio.gather(*map(anext, running))
-            assert world.engines.snapshot() == client.ChannelsSnapshot(open=1, idle=0)
+            assert channels(world.engines) == (1, 0)
             world.served.go_on.set()
             await asyncio.gather(*map(items, running))
-            await until(lambda: world.engines.snapshot().open == 0)
+            await until(lambda: channels(world.engines)[0] == 0)
 
 
 async def test_a_paused_reader(world: World) -> None:

@@ -14,13 +14,13 @@ import pytest
 
 from actors.engine_pool import engines as engine_pool
 from actors.engine_pool.engine_call import EngineCall
-from actors.engine_pool.slots import SlotPool
+from actors.engine_pool.slots import SlotPool, SlotRequest
 from actors.errors import CannotResumeError, EngineDownError, EngineError, RefusedError
 from actors.request import Accepted, Call, Heartbeat
 from actors.rpc import server
 from actors.rpc.address import enable_keepalive
 from actors.rpc.messages import Open, RpcHello, RpcRequest
-from tests.actors.rpc.world import CALL, ITEMS, WAIT_S, Stranger, World, items, joined, read, until
+from tests.actors.rpc.world import CALL, ITEMS, WAIT_S, Stranger, World, channels, items, joined, read, until
 
 
 @pytest.mark.parametrize("side", ["router", "engine"])
@@ -98,7 +98,7 @@ async def test_a_full_engine_refuses(world: World) -> None:
 async def test_sequences_fill_an_engine(world: World) -> None:
     """A call counts as many slots as it has sequences."""
     async with AsyncExitStack() as stack:
-        slot = await world.engines.take(sequences=3)
+        slot = await world.engines.take(SlotRequest(sequences=3))
         stack.callback(world.engines.give_back, slot)
         many: Any = world.engines.dispatch(slot, Call("POST", "hangs", body=b"{}", sequences=3))
         assert isinstance(await many.__anext__(), Accepted)
@@ -199,10 +199,10 @@ async def test_a_server_that_closes(world: World) -> None:
             with pytest.raises(EngineDownError):
                 await asyncio.wait_for(read(call, []), WAIT_S)
     await world.at_rest()
-    assert not world.server.snapshot().connections
+    assert not world.server._connections  # noqa: SLF001
     async with asyncio.timeout(WAIT_S):
         while True:  # with Python 3.12, uvloop reports the end a round later
-            if not world.engines.snapshot().open:
+            if not channels(world.engines)[0]:
                 break
             await asyncio.sleep(0.005)
 
@@ -262,4 +262,4 @@ async def test_routers_that_are_gone_are_forgotten(world: World, monkeypatch: py
         for number in range(6):
             router.say(Open(number + 1, RpcRequest(CALL, str(number), 1)))
             await router.answer(number + 1)
-    assert world.server.snapshot().routers == {"3", "4", "5"}
+    assert world.server._queued.keys() == {"3", "4", "5"}  # noqa: SLF001

@@ -58,7 +58,7 @@ async def test_a_peer_without_the_key_is_refused(world: World, said: bytes) -> N
         assert heard is None or isinstance(heard, RpcRefused)
         assert await stranger.heard() is None
     assert not world.served.requests
-    await until(lambda: not world.server.snapshot().connections)
+    await until(lambda: not world.server._connections)  # noqa: SLF001
 
 
 async def test_an_unknown_version_is_refused_by_name(world: World) -> None:

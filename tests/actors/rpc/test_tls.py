@@ -70,7 +70,7 @@ async def test_refused(ours: Authority, foreign: Authority, which: str) -> None:
         with pytest.raises(EngineDownError):
             await ask(address, router)
         async with asyncio.timeout(WAIT_S):
-            while server.snapshot().connections:  # noqa: ASYNC110
+            while server._connections:  # noqa: ASYNC110, SLF001
                 await asyncio.sleep(0.01)
 
 

@@ -86,7 +86,7 @@ class WholeCall(EngineCall):
         wake = super().received(item)
         if isinstance(item, Accepted | Heartbeat):
             self._items.append(item)
-            self._wake(None)
+            self.flush()
         return wake
 
     async def __anext__(self) -> Any:
@@ -202,3 +202,9 @@ class Stranger:
                 self.say(Credit(message.stream, item_bytes(message.item)))
                 found += [message.item] if message.stream == stream else []
         return found
+
+
+def channels(engines: EnginePool) -> tuple[int, int]:
+    """Return the numbers of a router's connections: all, and those without a call or method."""
+    found = engines._channels._channels.values()  # noqa: SLF001
+    return len(found), sum(not channel.streams for channel in found)

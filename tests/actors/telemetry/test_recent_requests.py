@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from actors.telemetry.engine_status import EngineStatus, read_status
 from actors.telemetry.latency_breakdown import LatencyBreakdown, Span
-from actors.telemetry.recent_requests import Pair, RecentRequest, newest_of
+from actors.telemetry.router_metrics import Pair, RecentRequest, newest_of
 
 
 def record(number: int, prefill: str | None = "p1") -> RecentRequest:

@@ -6,9 +6,8 @@ import time
 
 from vllm.v1.metrics.stats import RequestStateStats
 
-from actors.replay_log import ServedCall
+from actors.replay_log import KvTimes, ServedCall
 from actors.request import StreamChunk
-from actors.telemetry.timestamps import CallTimestamps, KvTimes
 
 
 def stats(queued_at: float) -> RequestStateStats:
@@ -17,9 +16,9 @@ def stats(queued_at: float) -> RequestStateStats:
 
 def test_seconds_since_the_call_came() -> None:
     """Times are relative to the call's arrival, whatever the zero of this host's clock is."""
-    watch = CallTimestamps()
+    watch = ServedCall()
     now = time.monotonic()
-    watch.first_token(stats(now + 10), KvTimes((now + 11, now + 12, True), (now + 10.5, now + 10.75)))
+    watch.computed(stats(now + 10), KvTimes((now + 11, now + 12, True), (now + 10.5, now + 10.75)))
     told = watch.take_timings()
     assert told is not None
     assert 10 <= told.queued_s < 11
@@ -36,9 +35,9 @@ def test_seconds_since_the_call_came() -> None:
 
 def test_a_request_waits_from_when_it_is_handed_over() -> None:
     """vLLM's core stamps the request when it takes it from its queue, perhaps a long step later."""
-    watch = CallTimestamps()
+    watch = ServedCall()
     watch.sent_to_engine("r")
-    watch.first_token(stats(time.monotonic() + 10), KvTimes())
+    watch.computed(stats(time.monotonic() + 10), KvTimes())
     told = watch.take_timings()
     assert told is not None
     assert told.queued_s < 1
@@ -50,8 +49,8 @@ def test_only_the_first_token_counts_and_is_told_of_once() -> None:
     served = ServedCall()
     assert served.chunk(b": ping\n\n") == b": ping\n\n"
     now = time.monotonic()
-    served.timestamps.first_token(stats(now + 10), KvTimes())
-    served.timestamps.first_token(stats(now + 99), KvTimes())
+    served.computed(stats(now + 10), KvTimes())
+    served.computed(stats(now + 99), KvTimes())
     served.record([7])
     first = served.chunk(b"a")
     assert isinstance(first, StreamChunk)
@@ -64,6 +63,6 @@ def test_only_the_first_token_counts_and_is_told_of_once() -> None:
 def test_an_engine_without_statistics_tells_nothing() -> None:
     """With `disable_log_stats`, vLLM passes no statistics, or empty ones."""
     for nothing in (None, RequestStateStats()):
-        watch = CallTimestamps()
-        watch.first_token(nothing, KvTimes())
+        watch = ServedCall()
+        watch.computed(nothing, KvTimes())
         assert watch.take_timings() is None

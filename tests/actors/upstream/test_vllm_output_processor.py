@@ -12,8 +12,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
-from actors.replay_log import ServedCall
-from actors.telemetry.timestamps import KvArrivals
+from actors.replay_log import KvArrivals, ServedCall
 from actors.upstream.vllm_output_processor import SharedRequestOutputs, one_token, samples_first_token
 from configs.settings.service import DEMO_MODEL_DIR
 

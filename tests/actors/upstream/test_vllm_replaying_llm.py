@@ -16,9 +16,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from actors.errors import EngineDownError
-from actors.replay_log import SERVED_CALL, ServedCall
+from actors.replay_log import SERVED_CALL, KvArrivals, ServedCall
 from actors.request import TokenChunk, TokenSource
-from actors.telemetry.timestamps import KvArrivals
 from actors.upstream.vllm_output_processor import SharedRequestOutputs
 from actors.upstream.vllm_replaying_llm import ReplayingLLM
 from connectors.vllm_hma.metrics import TandemStats

@@ -210,7 +210,7 @@ class Surface:
 
 def _taken(http: Any, router: Router) -> tuple[int, float, dict[Any, int]]:
     assert isinstance(http, Authenticated)
-    return router.ongoing, value_of(router.metrics.ongoing), http.requests_by_key()
+    return router.ongoing, value_of(router.metrics.ongoing), http._limiter._taken  # noqa: SLF001
 
 
 def _counted(router: Router) -> list[int]:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from actors.engine_pool.engines import EnginePool
-from actors.router.models.model_router import ModelEngines
+from actors.router.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica
 from actors.router.router import Router
 from app.http.routes import build_http

@@ -25,6 +25,7 @@ from actors.upstream.uvicorn_protocol import CONNECTION
 from app.http import http_server
 from app.http.http_server import SERVICE_PATH, HttpServer, PortTakenError
 from app.http.parsing import read_request
+from configs.settings.router import RouterLimits
 from connectors.errors import ConfigurationError
 from connectors.open_files import FEW
 from testing.ports import free_port
@@ -325,7 +326,7 @@ async def test_a_client_that_sends_an_id_in_the_header_and_in_the_body(given: st
     """The header precedes the body, as in vLLM's `_base_request_id`, also if it is a UUID."""
 
     async def named(asked: Request) -> Response:
-        read = await read_request(asked, "/v1/completions", max_body_bytes=100)
+        read = await read_request(asked, "/v1/completions", RouterLimits(max_body_bytes=100))
         return JSONResponse(dict(read.headers).get(b"x-request-id", b"").decode())
 
     port = free_port()

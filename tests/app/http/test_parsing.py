@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 from actors.router.client_request import ClientRequest
 from app.http.errors import BadRequestError, error_response
 from app.http.parsing import check_prompts, forwarded_headers, parse_body, read_request
+from configs.settings.router import RouterLimits
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def client():
 
     async def endpoint(request: Request) -> JSONResponse:
         try:
-            read = await read_request(request, "/v1/completions", max_body_bytes=100)
+            read = await read_request(request, "/v1/completions", RouterLimits(max_body_bytes=100))
         except BadRequestError as error:
             return error_response(error, retry_after_s=1)
         headers = {name.decode(): value.decode() for name, value in read.headers}

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from actors.engine_pool import discovery
+from actors.engine_pool import engines
 from actors.request import Accepted, ResponseStart
 from actors.router import router
 from actors.rpc.address import RpcAddress
@@ -67,7 +67,7 @@ async def listening(by_serve: str | None = None, **settings: Any) -> AsyncGenera
     """
     port = free_port()
     handles: list[Any] = [SimpleNamespace(deployment_id=one) for one in (PREFILL, DECODE)]
-    discovery.publish(PREFILL, {})
+    engines.publish(PREFILL, {})
     for handle in handles:
         handle.options = lambda handle=handle: handle
     router: Any = Replica.__new__(Replica)
@@ -95,11 +95,11 @@ async def decode() -> AsyncGenerator[list[RpcRequest], None]:
         yield b"{}"
 
     server = RpcServer(serve, slots=2)
-    discovery.publish(DECODE, {"d0": {**replica_metadata(await server.open(HOST, 0), 10), "slots": 2}})
+    engines.publish(DECODE, {"d0": {**replica_metadata(await server.open(HOST, 0), 10), "slots": 2}})
     try:
         yield calls
     finally:
-        discovery.publish(DECODE, {})
+        engines.publish(DECODE, {})
         await server.close()
 
 
@@ -124,9 +124,9 @@ async def test_it_is_ready_while_decode_runs_once_prefill_has_run(
             if waited:
                 monkeypatch.setattr(router, "FIRST_PREFILL_S", 0.0)
             else:
-                discovery.publish(PREFILL, {"p0": {**replica_metadata(RpcAddress(HOST, 1, ""), 10), "slots": 2}})
+                engines.publish(PREFILL, {"p0": {**replica_metadata(RpcAddress(HOST, 1, ""), 10), "slots": 2}})
             assert await status() == 200
-            discovery.publish(PREFILL, {})
+            engines.publish(PREFILL, {})
             assert await status() == 200
         assert await status() == 503
 
@@ -144,7 +144,7 @@ async def test_a_router_that_is_told_to_stop_serves_until_it_ends(monkeypatch: p
         assert (await client.get(SERVICE_PATH)).status_code == 200
         stop[0]()
         assert (await client.get(SERVICE_PATH)).status_code == 503
-        discovery.publish(DECODE, {})
+        engines.publish(DECODE, {})
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         assert len(calls) == 1
 

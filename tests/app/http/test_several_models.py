@@ -13,7 +13,7 @@ import pytest
 from actors.adapter_records import AdapterRecord, AdapterRecords
 from actors.errors import RefusedError, UnavailableError
 from actors.request import Call, ResponseStart
-from actors.router.models.model_router import ModelEngines
+from actors.router.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica
 from app.http.routes import build_http
 from tests.actors.behaviours import JSON, LIMITS

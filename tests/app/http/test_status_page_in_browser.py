@@ -12,7 +12,7 @@ import pytest
 
 from actors.router.peer_routers import RouterReplica
 from actors.telemetry.latency_breakdown import LatencyBreakdown, Span
-from actors.telemetry.recent_requests import Pair, RecentRequest
+from actors.telemetry.router_metrics import Pair, RecentRequest
 from app.http.auth import digest
 from app.http.http_server import HttpServer
 from app.http.routes import build_http

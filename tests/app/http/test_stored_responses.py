@@ -17,7 +17,7 @@ from starlette.routing import Route
 from actors.engine.asgi_call import call_asgi
 from actors.errors import RefusedError
 from actors.request import Call
-from actors.router.models.model_router import ModelEngines
+from actors.router.model_router import ModelEngines
 from actors.router.router import Router
 from app.http.errors import error_body
 from app.http.routes import build_http

@@ -16,7 +16,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from actors.request import ResponseStart
 from actors.router.client_request import ClientRequest
-from actors.telemetry.recent_requests import Pair
+from actors.telemetry.router_metrics import Pair
 from app.http.traces import Traces
 from tests.actors.telemetry.test_latency_breakdown import REMOTE, break_down
 

@@ -1,8 +1,10 @@
-"""Router of the requests of one model, with its own engines, slots, routing state and metrics."""
+"""The engines and the routing state of one model in a router, and the wait for a slot."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -10,21 +12,24 @@ from typing import Any
 
 from actors.engine_pool.engine_call import EngineCall
 from actors.engine_pool.engines import EnginePool
+from actors.engine_pool.slots import Slot, SlotRequest
 from actors.errors import BusyError, DeadlineError, RefusedError, UnavailableError
+from actors.policy.choice import Decision
+from actors.policy.planner import Planner
 from actors.request import Call, ResponseStart, StreamChunk
-from actors.router.answer import Answer
-from actors.router.client_request import ClientRequest, RequestTimer
-from actors.router.dispatch.dispatcher import Dispatcher
-from actors.router.dispatch.fleet import Fleet, choose
-from actors.router.prompt_lists import ListAnswer, parent_id, split
-from actors.router.relay import StreamClock
-from actors.telemetry.recent_requests import RecentRequest
-from actors.telemetry.router_metrics import RouterMetrics
+from actors.router.client_request import ClientRequest
+from actors.telemetry.router_metrics import RecentRequest, RouterMetrics
 from configs.settings.base import RoleName
 from configs.settings.router import RouterLimits
 from connectors.errors import TandemError
 
-AnyAnswer = Answer | ListAnswer
+logger = logging.getLogger(__name__)
+
+LEARN_DELAY_S = 0.01
+"""Delay in seconds before measured costs update the policy.
+
+Otherwise the update would delay the first token of the request from which the costs come.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class ModelEngines:
 
 
 class ModelRouter:
-    """Router of the requests of one model."""
+    """Engines and routing state of one model, shared by all its requests."""
 
     def __init__(
         self,
@@ -55,48 +60,65 @@ class ModelRouter:
         limits: Callable[[], RouterLimits],
         metrics: RouterMetrics,
         recent: deque[RecentRequest],
-        clock: StreamClock,
     ) -> None:
         """Create the router; `limits` returns the current limits of the service."""
         self.names = engines.names
         self.allows_adapters = engines.allows_adapters
         self.adapters = engines.adapters
         self.suffix = engines.suffix
+        self.prefill = engines.prefill
+        self.decode = engines.decode
+        self.pools: dict[RoleName, EnginePool] = {"prefill": engines.prefill, "decode": engines.decode}
         self.metrics = metrics
         self.recent = recent
-        self.pools: dict[RoleName, EnginePool] = {"prefill": engines.prefill, "decode": engines.decode}
-        self.fleet = Fleet(limits().routing, metrics, engines.prefill, engines.decode)
-        self._decode = engines.decode
+        self.planner = Planner(
+            limits().routing, lambda learn: asyncio.get_running_loop().call_later(LEARN_DELAY_S, learn)
+        )
+        """Routing policy; `Attempt` (`attempt.py`) reports each outcome to it."""
         self._limits = limits
-        self._clock = clock
 
     @property
     def limits(self) -> RouterLimits:
         """Deadlines and limits for later requests."""
         return self._limits()
 
-    async def open(self, request: ClientRequest) -> AnyAnswer:
-        """Serve `request`; return its answer, which has started. Always `close` it.
+    def decide(
+        self,
+        request: ClientRequest,
+        whole: str | None,
+        failed_prefill: AbstractSet[str],
+        failed_decode: AbstractSet[str],
+    ) -> Decision:
+        """Decide route and replicas of `request`, and count the decision.
 
-        Each prompt of a list is served as a request of its own if `split` allows it. Raises the
-        errors of `Dispatcher.open`.
+        ``whole``           reason why decode must serve the whole request, or None
+        ``failed_prefill``  prefill replicas that must not be chosen
+        ``failed_decode``   decode replicas that must not be chosen
         """
-        prompts = split(request, self.limits.max_body_bytes)
-        if not prompts:
-            return await self._open(request)
-        several = ListAnswer(prompts, parent_id(request), self._open, max(self._decode.slots, 1))
-        await several.open()
-        return several
+        identities = self.prefill.identities() | self.decode.identities()
+        decision = self.planner.decide(
+            request.prompt,
+            self.prefill.ongoing(),
+            self.decode.ongoing(),
+            _now(),
+            whole=whole,
+            session=request.session,
+            avoid=failed_prefill | failed_decode,
+            prefill_failed=bool(failed_prefill),
+            stores=self.prefill.stores() | self.decode.stores(),
+            identities=identities if len(set(identities.values())) > 1 else {},
+        )
+        self.metrics.decisions.labels(decision.route, decision.reason).inc()
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("decision %s", decision.explain())
+        return decision
 
-    async def _open(self, request: ClientRequest) -> Answer:
-        """Serve `request` without a split; `Dispatcher` chooses its engines."""
-        timer = RequestTimer(self._timeout_s(request), request.arrived_at)
-        attempts = Dispatcher(request, self.limits, timer, self.fleet)
-        return Answer(attempts, await attempts.open(), self.metrics, self._clock)
+    def failed(self, replica: str, silent: bool = False) -> None:
+        """Report that a call to `replica` failed.
 
-    def _timeout_s(self, request: ClientRequest) -> float:
-        """Return the timeout in seconds for the first token of a stream, or for a whole answer."""
-        return self.limits.first_token_timeout_s if request.streams else self.limits.request_timeout_s
+        ``silent``  whether the replica sent nothing for `silence_timeout_s`
+        """
+        self.planner.failed(replica, _now(), silent)
 
     @asynccontextmanager
     async def ask_decode(self, call: Call) -> AsyncGenerator[tuple[ResponseStart, AsyncIterator[bytes]], None]:
@@ -118,11 +140,12 @@ class ModelRouter:
             async with AsyncExitStack() as stack:
                 waited_s = 0.0 if full_since is None else loop.time() - full_since
                 try:
-                    slot = await choose("decode", self._decode, self.limits.replica_timeout_s - waited_s, asked)
+                    left_s = self.limits.replica_timeout_s - waited_s
+                    slot = await choose("decode", self.decode, left_s, SlotRequest(asked))
                 except DeadlineError:
                     raise BusyError(f"no decode engine that can answer {what} has a free slot; retry later") from None
-                stack.callback(self._decode.give_back, slot)
-                running = self._decode.dispatch(slot, call)
+                stack.callback(self.decode.give_back, slot)
+                running = self.decode.dispatch(slot, call)
                 stack.callback(running.cancel)
                 start: ResponseStart | None = None
                 try:
@@ -136,7 +159,7 @@ class ModelRouter:
                 except UnavailableError as error:
                     failed = error
                 asked.add(slot.replica_id)
-                others = (self._decode.ongoing() or {}).keys() - asked
+                others = (self.decode.ongoing() or {}).keys() - asked
                 if start is not None and (start.status != HTTPStatus.NOT_FOUND or not (others or failed)):
                     yield start, self._body_of(running)
                     return
@@ -152,7 +175,7 @@ class ModelRouter:
     @property
     def slots(self) -> int:
         """Number of slots of the decode engines."""
-        return self._decode.slots
+        return self.decode.slots
 
     @property
     def slots_taken(self) -> dict[RoleName, int]:
@@ -189,3 +212,55 @@ class ModelRouter:
     async def close(self) -> None:
         """Close the connections to the engines."""
         await asyncio.gather(*(engines.close() for engines in self.pools.values()))
+
+
+async def choose(role: str, engines: EnginePool, timeout_s: float, wanted: SlotRequest, queues: bool = False) -> Slot:
+    """Take slots on a replica of `role`.
+
+    Waits `timeout_s`; with `queues`, waits longer while a replica runs that the request may use,
+    and the caller sets the deadline.
+
+    Raises DeadlineError if no slot is free in time, UnavailableError if no engine of the role runs
+    (at once in a stopping router, which outlives no start of an engine), OverloadedError if the
+    queue is full.
+    """
+    slot = engines.take_now(wanted)
+    if slot is None:
+        if engines.leaving and not engines.has_engines():
+            raise UnavailableError(f"this router is stopping and has no {role} engine; send the request again")
+        try:
+            async with _while_running(engines, wanted, timeout_s) if queues else asyncio.timeout(timeout_s):
+                slot = await engines.take(wanted)
+        except TimeoutError as error:
+            if engines.has_engines():
+                raise DeadlineError(f"waiting for a free {role} replica took longer than {timeout_s:g} s") from None
+            raise UnavailableError(f"no {role} engine is running; one may still be starting, see /health") from error
+    return slot
+
+
+@asynccontextmanager
+async def _while_running(engines: EnginePool, wanted: SlotRequest, period_s: float) -> AsyncGenerator[None, None]:
+    """Raise TimeoutError in the block once no replica runs that may be taken.
+
+    Checks every `period_s` seconds.
+    """
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+    async with asyncio.timeout(None) as bound:
+
+        def look() -> None:
+            nonlocal timer
+            if engines.has_engines(wanted.avoid, wanted.identity):
+                timer = loop.call_later(period_s, look)
+            else:
+                bound.reschedule(loop.time())
+
+        timer = loop.call_later(period_s, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Set as AbstractSet
 from http import HTTPStatus
 
-from actors.engine_pool.engine_call import Slot
+from actors.engine_pool.slots import Slot, SlotRequest
 from actors.errors import (
     CannotResumeError,
     DeadlineError,
@@ -16,22 +17,19 @@ from actors.errors import (
     UnavailableError,
     with_causes,
 )
-from actors.policy.decision import NO_PREFILL, OTHER_IDENTITY, PREFILL_FAILED, SEVERAL_CHOICES, Decision
-from actors.request import Call, ProducerAddress, ReplayLog, StreamChunk
+from actors.policy.choice import NO_PREFILL, OTHER_IDENTITY, PREFILL_FAILED, SEVERAL_CHOICES, Decision
+from actors.request import Call, ReplayLog, StreamChunk
+from actors.router.attempt import Attempt
 from actors.router.client_request import (
     ClientRequest,
-    RequestTimer,
     choices_of,
     is_one_token,
     needs_seed,
     why_decode_samples,
     why_local,
 )
-from actors.router.dispatch.attempt import Attempt
-from actors.router.dispatch.fleet import Fleet, choose
+from actors.router.model_router import ModelRouter, choose
 from actors.rpc.messages import PrefillCandidate, PrefillOrder
-from actors.telemetry.latency_breakdown import RequestTimestamps
-from configs.settings.router import RouterLimits
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
@@ -54,11 +52,17 @@ class Dispatcher:
     `limits.attempts` attempts, besides refused ones; a new event for the client resets the number.
     """
 
-    def __init__(self, request: ClientRequest, limits: RouterLimits, timing: RequestTimer, fleet: Fleet) -> None:
-        self.timing = timing
+    def __init__(self, request: ClientRequest, model: ModelRouter) -> None:
         self.request = request
-        self.limits = limits
-        self._fleet = fleet
+        self.model = model
+        self.limits = limits = model.limits
+        self._loop = asyncio.get_running_loop()
+        self._arrived_at = self._loop.time() - (time.monotonic() - request.arrived_at)
+        timeout_s = limits.first_token_timeout_s if request.streams else limits.request_timeout_s
+        self.ends_at = self._arrived_at + timeout_s
+        """Deadline of a stream's first token, or of a whole answer, on the event loop's clock."""
+        self.began_at = 0.0
+        """Monotonic time of the first attempt."""
         self._local_reason = why_local(request.endpoint, request.body)
         self._prefill_samples = (
             limits.first_token == "prefill" and why_decode_samples(request.endpoint, request.body) is None
@@ -81,7 +85,18 @@ class Dispatcher:
         self._decode_tries = 0
         self._last_error: UnavailableError | None = None
         self._silent_pairs = 0
-        self._began_at: float | None = None
+
+    def extend(self, idle_s: float) -> None:
+        """Set the deadline to `idle_s` seconds from now; limits the idle time after a token."""
+        self.ends_at = self._loop.time() + idle_s
+
+    @property
+    def age_s(self) -> float:
+        return self._loop.time() - self._arrived_at
+
+    @property
+    def left_s(self) -> float:
+        return max(self.ends_at - self._loop.time(), 0.0)
 
     async def open(self, replay_log: ReplayLog = (), identity: str | None = None) -> Attempt:
         """Return an attempt whose answer has started; the answer first repeats `replay_log`.
@@ -97,7 +112,7 @@ class Dispatcher:
         EngineError for an internal error of an engine.
         """
         self._identity = identity
-        left_s = self.timing.left_s
+        left_s = self.left_s
         try:
             async with asyncio.timeout(left_s):
                 while True:
@@ -114,22 +129,6 @@ class Dispatcher:
         except TimeoutError:
             raise DeadlineError(f"waiting for an engine's answer took longer than {left_s:g} s") from None
 
-    def timestamps(self, attempt: Attempt) -> RequestTimestamps:
-        assert self._began_at is not None, "call `open` first"
-        decode, prefill, retried_at = attempt.times
-        by_prefill = attempt.sampled_by == "prefill"
-        return RequestTimestamps(
-            arrived_at=self.request.arrived_at,
-            read_at=self.request.read_at,
-            tried_at=self._began_at,
-            retried_at=retried_at,
-            slots_at=attempt.slots_at,
-            decode=decode,
-            prefill=None if by_prefill else prefill,
-            streams=attempt.start.streams,
-            by_prefill=by_prefill,
-        )
-
     def decode_failed(self, error: UnavailableError) -> None:
         """Exclude the decode replica of a failed attempt, and report it to the routing policy.
 
@@ -140,8 +139,8 @@ class Dispatcher:
             raise self._last_error or error
         # All data-parallel ranks of a replica end together.
         down = isinstance(error.__cause__, EngineDownError)
-        self._failed_decode |= self._fleet.decode.same_replica(self._decode_replica) if down else {self._decode_replica}
-        self._fleet.failed(self._decode_replica, isinstance(error, SilentError))
+        self._failed_decode |= self.model.decode.same_replica(self._decode_replica) if down else {self._decode_replica}
+        self.model.failed(self._decode_replica, isinstance(error, SilentError))
         logger.warning(
             "decode replica %s failed a request, which no longer uses it: %s", self._decode_replica, with_causes(error)
         )
@@ -150,12 +149,12 @@ class Dispatcher:
         self._last_error = error
         if self._decode_tries >= self.limits.attempts:
             raise error
-        self._fleet.metrics.retries.labels("decode", "unavailable").inc()
+        self.model.metrics.retries.labels("decode", "unavailable").inc()
 
     def prefill_failed(self, replica: str, error: UnavailableError) -> None:
         """Exclude a prefill replica, with all its ranks, after it failed as the only engine."""
-        self._failed_prefill |= self._fleet.prefill.same_replica(replica)
-        self._fleet.failed(replica, isinstance(error, SilentError))
+        self._failed_prefill |= self.model.prefill.same_replica(replica)
+        self.model.failed(replica, isinstance(error, SilentError))
 
     def reset_failures(self) -> None:
         self._decode_tries = 0
@@ -184,7 +183,7 @@ class Dispatcher:
 
     async def _send(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
         with self._begin(decision) as attempt:
-            slot = attempt.take(self._fleet.decode, await self._choose_decode(decision))
+            slot = attempt.take(self.model.decode, await self._choose_decode(decision))
             order = None if decision.local else await self._order(attempt, slot, replay_log)
             attempt.sent(slot.replica_id, None if order is None else order.candidates[0].replica)
             request = self.request
@@ -211,7 +210,7 @@ class Dispatcher:
         assert attempt.pair.decode is not None
         self._failed_prefill.add(attempt.pair.prefill)
         self._suspect_decode.add(attempt.pair.decode)
-        self._fleet.failed(attempt.pair.decode, silent=True)
+        self.model.failed(attempt.pair.decode, silent=True)
         logger.warning(
             "decode replica %s sent nothing after prefill replica %s computed the prompt; trying other replicas",
             attempt.pair.decode,
@@ -221,32 +220,32 @@ class Dispatcher:
         if self._silent_pairs >= self.limits.attempts:
             self._local_reason = PREFILL_FAILED
         else:
-            self._fleet.metrics.retries.labels("prefill", "silent").inc()
+            self.model.metrics.retries.labels("prefill", "silent").inc()
 
     async def _order(self, attempt: Attempt, decode: Slot, replay_log: ReplayLog) -> PrefillOrder | None:
         """Take a prefill slot, and return the order for decode; None if decode serves alone."""
-        decision, request, pool = attempt.decision, self.request, self._fleet.prefill
-        if not decode.calls_prefill:
+        decision, request, pool = attempt.decision, self.request, self.model.prefill
+        if not decode.engine.calls_prefill:
             attempt.serve_locally(OLDER_ENGINE)
             return None
-        slot = None if self._has_no_match(decode) else await self._choose_prefill(decision, decode.identity)
+        slot = None if self._has_no_match(decode) else await self._choose_prefill(decision, decode.engine.identity)
         if slot is None:
             other = OTHER_IDENTITY if self._has_no_match(decode) else NO_PREFILL
             attempt.serve_locally(PREFILL_FAILED if self._failed_prefill else other)
             return None
         attempt.take_prefill(slot)
-        producer = ProducerAddress.from_params(slot.metadata["producer"])
+        producer = slot.engine.producer
         if (choices_of(request.body) or 1) > 1 and not producer.first_token_multiple:
             # Decode's prefix cache would lack states or drafts of the received prompt, so the other
             # choices would compute it (docs/decisions/0056).
             attempt.serve_locally(SEVERAL_CHOICES)
             return None
         # Without an identity, decode's tokens could not be verified.
-        samples = self._prefill_samples and not replay_log and bool(decode.identity)
-        first = PrefillCandidate(slot.replica_id, slot.address, producer)
+        samples = self._prefill_samples and not replay_log and bool(decode.engine.identity)
+        first = PrefillCandidate(slot.replica_id, slot.engine.address, producer)
         limits = self.limits
         return PrefillOrder(
-            (first, *self._spares(first, decision, decode.identity)),
+            (first, *self._spares(first, decision, decode.engine.identity)),
             *pool.caller,
             samples=samples and producer.first_token_multiple > 0,
             seed=self._seed,
@@ -254,12 +253,12 @@ class Dispatcher:
             timeout_s=limits.prefill_timeout_s,
             silence_s=limits.silence_timeout_s,
             refused_s=limits.prefill_wait_s,
-            hold_s=self.timing.left_s,
+            hold_s=self.left_s,
         )
 
     def _spares(self, first: PrefillCandidate, decision: Decision, identity: str) -> list[PrefillCandidate]:
         """Return other prefill engines that decode may call, of one replica each, best first."""
-        pool, spares = self._fleet.prefill, list[PrefillCandidate]()
+        pool, spares = self.model.prefill, list[PrefillCandidate]()
         identities = pool.identities()
         samples = bool(first.producer.first_token_multiple)
         excluded = self._failed_prefill | pool.same_replica(first.replica)
@@ -275,13 +274,13 @@ class Dispatcher:
         return spares
 
     def _decide(self) -> Decision:
-        return self._fleet.decide(self.request, self._local_reason, self._failed_prefill, self._avoided())
+        return self.model.decide(self.request, self._local_reason, self._failed_prefill, self._avoided())
 
     def _avoided(self) -> set[str]:
         """Return the decode replicas excluded for this request."""
         excluded = self._failed_decode | self._suspect_decode | self._without_response
         if self._identity is not None:
-            excluded |= {name for name, own in self._fleet.decode.identities().items() if own != self._identity}
+            excluded |= {name for name, own in self.model.decode.identities().items() if own != self._identity}
         return excluded
 
     async def _try_on_prefill(self, decision: Decision) -> Attempt | None:
@@ -295,8 +294,8 @@ class Dispatcher:
             if slot is None:
                 attempt.close()
                 return None
-            attempt.take(self._fleet.prefill, slot)
-            if not ProducerAddress.from_params(slot.metadata["producer"]).first_token_multiple:
+            attempt.take(self.model.prefill, slot)
+            if not slot.engine.producer.first_token_multiple:
                 attempt.close()
                 return None
             if decision.decode:
@@ -304,7 +303,7 @@ class Dispatcher:
             request = self.request
             try:
                 attempt.send(Call("POST", request.endpoint, request.headers, request.raw))
-                response = await attempt.call.open(self.limits.silence_timeout_s, to_first_token=True)
+                start, items = await attempt.call.open(self.limits.silence_timeout_s, to_first_token=True)
             except TandemError as error:
                 logger.warning(
                     "prefill replica %s did not serve a one-token request; trying again with a decode engine: %s",
@@ -315,12 +314,11 @@ class Dispatcher:
                     self.prefill_failed(slot.replica_id, error)
                 attempt.close()
                 return None
-            start, items = response
             if start.status >= HTTPStatus.BAD_REQUEST or (start.streams and not _has_tokens(items)):
                 attempt.close()
                 return None  # decode reports the error
-            self._fleet.metrics.first_tokens.labels("ended").inc()
-            attempt.opened_on_prefill(slot, response)
+            self.model.metrics.first_tokens.labels("ended").inc()
+            attempt.opened_on_prefill(slot, start, items)
             return attempt
 
     def _response_is_elsewhere(self, attempt: Attempt) -> bool:
@@ -336,18 +334,18 @@ class Dispatcher:
         return bool(self._others() or self._last_error)
 
     def _others(self) -> AbstractSet[str]:
-        return (self._fleet.decode.ongoing() or {}).keys() - self._avoided()
+        return (self.model.decode.ongoing() or {}).keys() - self._avoided()
 
     def _begin(self, decision: Decision) -> Attempt:
-        attempt = Attempt(self._fleet, self.request.prompt, decision)
-        self._began_at = self._began_at or attempt.began_at
+        attempt = Attempt(self.model, self.request.prompt, decision)
+        self.began_at = self.began_at or attempt.began_at
         return attempt
 
     def _has_no_match(self, decode: Slot) -> bool:
         """Return whether prefill replicas run that have not failed, but none like `decode`."""
-        running = self._fleet.prefill.identities().items()
+        running = self.model.prefill.identities().items()
         identities = {identity for name, identity in running if name not in self._failed_prefill}
-        return bool(identities) and decode.identity not in identities
+        return bool(identities) and decode.engine.identity not in identities
 
     async def _choose_prefill(self, decision: Decision, identity: str | None) -> Slot | None:
         """Take a slot on a prefill engine of `identity`; None if none is free in time.
@@ -355,39 +353,24 @@ class Dispatcher:
         Follows the choice of decode: a request that waits for decode must not hold a prefill slot.
         """
         try:
-            return await choose(
-                "prefill",
-                self._fleet.prefill,
-                self.limits.prefill_wait_s,
-                self._failed_prefill,
-                decision.prefill,
-                identity=identity,
-            )
+            wanted = SlotRequest(self._failed_prefill, decision.prefill, identity=identity)
+            return await choose("prefill", self.model.prefill, self.limits.prefill_wait_s, wanted)
         except TandemError as error:
             logger.warning("serving a request on decode alone: %s", error)
             return None
 
     async def _choose_decode(self, decision: Decision) -> Slot:
         self._decode_replica = None
-        avoid = self._avoided()
+        request, timeout_s = self.request, self.limits.replica_timeout_s
+        wanted = SlotRequest(self._avoided(), decision.decode, request.sequences, self._identity, request.part)
         try:
-            slot = await choose(
-                "decode",
-                self._fleet.decode,
-                self.limits.replica_timeout_s,
-                avoid,
-                decision.decode,
-                self.request.sequences,
-                queues=True,
-                part=self.request.part,
-                identity=self._identity,
-            )
+            slot = await choose("decode", self.model.decode, timeout_s, wanted, queues=True)
         except DeadlineError as error:
             if self._suspect_decode:
                 self._suspect_decode.clear()
                 return await self._choose_decode(decision)
             tried = self._failed_decode | self._without_response
-            if self._identity is not None and self._fleet.decode.has_engines(tried):
+            if self._identity is not None and self.model.decode.has_engines(tried):
                 raise CannotResumeError(
                     "the stream cannot be continued: the engine that computed it is not available, and the others "
                     "run another model, dtype or release; send the request again"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from actors.adapter_records import AdapterRecord, AdapterRecords
 from actors.errors import TandemError, UnavailableError
-from actors.router.models.model_router import ModelRouter
+from actors.router.model_router import ModelRouter
 from configs.settings.base import RoleName
 
 logger = logging.getLogger(__name__)

@@ -8,23 +8,25 @@ from functools import partial
 from http import HTTPStatus
 from typing import Self
 
-from actors.engine_pool.engine_call import EngineCall, Response, Slot
+from actors.engine_pool.engine_call import EngineCall
 from actors.engine_pool.engines import EnginePool
-from actors.policy.decision import Decision
+from actors.engine_pool.slots import Slot
+from actors.policy.choice import Decision
 from actors.policy.loads import InflightRequest
 from actors.policy.prompts import Prompt
 from actors.request import Call, FirstTokenChunk, PrefillReport, ResponseStart, StreamChunk
-from actors.router.dispatch.fleet import Fleet
+from actors.router.client_request import ClientRequest
+from actors.router.model_router import ModelRouter
 from actors.rpc.messages import PrefillOrder
-from actors.telemetry.latency_breakdown import CallTimes
-from actors.telemetry.recent_requests import Pair
+from actors.telemetry.latency_breakdown import CallTimes, RequestTimestamps
+from actors.telemetry.router_metrics import Pair
 from configs.settings.base import RoleName
 
 logger = logging.getLogger(__name__)
 
 LATE_S = 1.0
 """Timeout in seconds for the end of a call that has sent its answer; prefill's report may follow it
-(`ANSWER_S` in `actors/engine/split/split_call.py`).
+(`ANSWER_S` in `actors/engine/split_call.py`).
 """
 
 COUNTED_AS = {"computed": "done", "full": "refused", "leaving": "refused", "silent": "failed"}
@@ -44,7 +46,7 @@ class Attempt:
     call: EngineCall
     pair: Pair
 
-    def __init__(self, fleet: Fleet, prompt: Prompt, decision: Decision) -> None:
+    def __init__(self, model: ModelRouter, prompt: Prompt, decision: Decision) -> None:
         self.decision = decision
         self.began_at = self.slots_at = time.monotonic()
         """Monotonic times at which the attempt began and at which it had its slots."""
@@ -58,8 +60,8 @@ class Attempt:
         """Set once prefill's timings have arrived or can no longer arrive."""
         self.is_open = False
         """Whether an answer has started."""
-        self._fleet = fleet
-        self._planner = fleet.planner
+        self._model = model
+        self._planner = model.planner
         self._prompt = prompt
         self._slot: tuple[EnginePool, Slot] | None = None
         """Slot of the call, with its pool."""
@@ -71,7 +73,6 @@ class Attempt:
         self._tried_s = 0.0
         """Time from decode's acceptance to the beginning of its last try, without the first one."""
         self._inflight: InflightRequest | None = None
-        self._prefilled_at: float | None = None
         self._answered = False
         self._delivered = False
         self._late: asyncio.TimerHandle | None = None
@@ -114,7 +115,7 @@ class Attempt:
         """Replace the decision: decode serves the request alone."""
         self._give_back_prefill()
         self.decision = self.decision._replace(route="local", reason=reason, prefill=(), chosen=None, other=None)
-        self._fleet.metrics.decisions.labels("local", reason).inc()
+        self._model.metrics.decisions.labels("local", reason).inc()
 
     def send(self, call: Call, order: PrefillOrder | None = None) -> None:
         """Send the call on its slot."""
@@ -152,8 +153,8 @@ class Attempt:
         if before is not None and before.replica != report.replica:
             self._tried_s = report.tried_s
             if before.outcome in ("failed", "silent", "late"):
-                self._fleet.metrics.retries.labels("prefill", COUNTED_AS.get(before.outcome, before.outcome)).inc()
-        slot, prefill = self._prefill_slot, self._fleet.prefill
+                self._model.metrics.retries.labels("prefill", COUNTED_AS.get(before.outcome, before.outcome)).inc()
+        slot, prefill = self._prefill_slot, self._model.prefill
         if slot is not None:
             if slot.replica_id != report.replica:
                 prefill.move(slot, report.replica)
@@ -167,20 +168,20 @@ class Attempt:
             case "computed":
                 self._computed = report
                 self.prompt_tokens = report.prompt_tokens
-                self._prefilled_at = self._prefilled_at or _now()
-                self._report_prefilled(report.prompt_tokens)
+                if self._inflight is not None:
+                    self._planner.prefilled(self._inflight, _now(), report.prompt_tokens)
             case "full" | "leaving":
                 pass
             case outcome:
                 level = logging.INFO if outcome == "rejected" else logging.WARNING  # decode refuses it as well
                 logger.log(level, "prefill replica %s: %s: %s", report.replica, outcome, report.message)
                 if not self._delivered:
-                    same = self._fleet.prefill.same_replica(report.replica)
+                    same = self._model.prefill.same_replica(report.replica)
                     self.failed_prefill |= same if outcome == "failed" else {report.replica}
                     if outcome != "rejected":
-                        self._fleet.failed(report.replica, outcome == "silent")
+                        self._model.failed(report.replica, outcome == "silent")
         if before is None or (before.replica, before.outcome) != (report.replica, "computed"):
-            self._fleet.metrics.prefill_legs.labels(COUNTED_AS.get(report.outcome, report.outcome)).inc()
+            self._model.metrics.prefill_legs.labels(COUNTED_AS.get(report.outcome, report.outcome)).inc()
         if self._delivered:
             self.accounted.set()
 
@@ -201,10 +202,7 @@ class Attempt:
         The time of the first token is known, and reported, for streams only. Raises the errors of
         `EngineCall.open`.
         """
-        self._opened_with(await self.call.open(silence_s, to_first_token))
-
-    def _opened_with(self, response: Response) -> None:
-        self.start, self.items = response
+        self.start, self.items = await self.call.open(silence_s, to_first_token)
         self.is_open = True
         if self.start.status >= HTTPStatus.BAD_REQUEST:
             return
@@ -216,34 +214,43 @@ class Attempt:
             self.sampled()
         self._opened()
 
-    def opened_on_prefill(self, slot: Slot, response: Response) -> None:
+    def opened_on_prefill(self, slot: Slot, start: ResponseStart, items: list[StreamChunk | bytes]) -> None:
         """Keep the start of an answer from prefill alone.
 
         When the attempt ends, the planner no longer assumes the prompt in decode's prefix cache.
         """
         self.sampled_by = "prefill"
-        self.start, self.items = response
+        self.start, self.items = start, items
         self.pair = Pair(slot.replica_id, None)
         self.is_open = True
-        self._prefilled_at = _now()
-        self._report_prefilled()
+        if self._inflight is not None:
+            self._planner.prefilled(self._inflight, _now())
 
-    @property
-    def times(self) -> tuple[CallTimes, CallTimes | None, float]:
-        """Times of decode's last try and of its prefill call, and the start of a repeated try.
+    def timestamps(self, request: ClientRequest, tried_at: float) -> RequestTimestamps:
+        """Return the times of `request`, whose first attempt began at `tried_at`.
 
-        The clocks of hosts differ: prefill's call begins with decode's try.
+        The clocks of hosts differ: prefill's call begins with decode's last try.
         """
-        decode = self.call.times
+        decode, report, prefill = self.call.times, self._computed, None
         if self._tried_s:
             decode = replace(decode, sent_at=decode.sent_at + self._tried_s)
-        retried_at = decode.sent_at if self._tried_s else self.began_at
-        report = self._computed
-        if report is None or report.replica != self.pair.prefill:
-            has_prefill = self.pair.prefill is not None and self.pair.decode is not None
-            return decode, CallTimes(decode.sent_at, decode.answered_at, None) if has_prefill else None, retried_at
-        sent_at = decode.reached_at
-        return decode, CallTimes(sent_at, sent_at + report.took_s, report.timings), retried_at
+        if report is not None and report.replica == self.pair.prefill:
+            sent_at = decode.reached_at
+            prefill = CallTimes(sent_at, sent_at + report.took_s, report.timings)
+        elif self.pair.prefill is not None and self.pair.decode is not None:
+            prefill = CallTimes(decode.sent_at, decode.answered_at, None)
+        by_prefill = self.sampled_by == "prefill"
+        return RequestTimestamps(
+            arrived_at=request.arrived_at,
+            read_at=request.read_at,
+            tried_at=tried_at,
+            retried_at=decode.sent_at if self._tried_s else self.began_at,
+            slots_at=self.slots_at,
+            decode=decode,
+            prefill=None if by_prefill else prefill,
+            streams=self.start.streams,
+            by_prefill=by_prefill,
+        )
 
     def close(self, tokens: int = 0, complete: bool = False) -> None:
         """Cancel the running call, give back its slots, and report the end to the planner.
@@ -266,12 +273,11 @@ class Attempt:
             self.call.cancel()
         if self._prefill_slot is not None and self._report is not None:
             if self._report.outcome == "accepted":
-                self._fleet.metrics.prefill_legs.labels("cancelled").inc()
+                self._model.metrics.prefill_legs.labels("cancelled").inc()
             if self._report.outcome in ("accepted", "computed"):
-                self._fleet.metrics.discards.inc()
+                self._model.metrics.discards.inc()
         self._give_back_prefill()
         self.accounted.set()
-        self._report_prefilled()
         if self._inflight is not None:
             self._planner.ended(self._inflight, _now(), tokens, broken=not self._answered)
 
@@ -283,7 +289,6 @@ class Attempt:
 
     def _opened(self) -> None:
         self._answered = True
-        self._report_prefilled()
         if self._inflight is not None:
             if any(isinstance(item, StreamChunk) for item in self.items):
                 self._planner.computed(self._inflight)
@@ -293,12 +298,7 @@ class Attempt:
     def _give_back_prefill(self) -> None:
         slot, self._prefill_slot = self._prefill_slot, None
         if slot is not None:
-            self._fleet.prefill.give_back(slot)
-
-    def _report_prefilled(self, prompt_tokens: int | None = None) -> None:
-        """Report the prompt to the planner if prefill has computed it, with its token count."""
-        if self._prefilled_at is not None and self._inflight is not None:
-            self._planner.prefilled(self._inflight, self._prefilled_at, prompt_tokens)
+            self._model.prefill.give_back(slot)
 
 
 def _now() -> float:

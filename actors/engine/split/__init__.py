@@ -1,1 +1,0 @@
-"""A decode engine's call whose prompt a prefill engine computes."""

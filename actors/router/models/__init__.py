@@ -1,1 +1,0 @@
-"""The models of a service: routing, names and adapters of each."""
