@@ -1,7 +1,5 @@
 """First contact of two workers, compared with vLLM's NixlConnector, for caches of the same shape.
 
-    python -m benchmarks.contact [--blocks 10000] [--layers 48] [--page-bytes 512] [--rounds 7]
-
 Two processes. Each round creates new agents, registers their memory and serves their metadata (not
 timed), then times one contact of each kind, in turn. UCX opens new connections in every round.
 
@@ -20,7 +18,6 @@ first_message  upstream's connection: a notification to the peer and one back, b
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import threading
@@ -31,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.pair import SHARED_MEMORY, Fabric, Pair, Side, enter
+from benchmarks.report import ratios, summary, write
 
 HASH = "benchmark"
 
@@ -232,49 +230,32 @@ def work(pipe: Connection, fabric: Fabric, environment: Mapping[str, str]) -> No
             pipe.send(getattr(end, word)(*arguments))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=10_000)
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--page-bytes", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--name", default="contact")
-    arguments = parser.parse_args()
-    shape = (arguments.page_bytes, arguments.blocks, arguments.layers)
+def main(*, blocks: int = 10_000, layers: int = 48, page_bytes: int = 512, rounds: int = 7) -> None:
+    shape = (page_bytes, blocks, layers)
     seconds: dict[str, list[float]] = {"ours": [], "upstream": [], "first_message": []}
     pair = Pair(SHARED_MEMORY, work, {}, consumer=work)
     try:
-        for number in range(arguments.rounds + 1):
+        for number in range(rounds + 1):
             incarnation, our_port, their_port = pair.ask("new", "producer", number, shape)
             pair.ask_consumer("new", "consumer", number, shape)
             took: dict[str, float] = {}
             for way in ("ours", "upstream") if number % 2 else ("upstream", "ours"):
-                if way == "ours":
-                    took[way] = pair.ask_consumer("ours_s", incarnation, our_port)
-                else:
-                    took[way] = pair.ask_consumer("upstream_s", their_port)
-            metadata = pair.ask_consumer("metadata")
-            pair.tell("echo", metadata)
+                where = (incarnation, our_port) if way == "ours" else (their_port,)
+                took[way] = pair.ask_consumer(f"{way}_s", *where)
+            pair.tell("echo", pair.ask_consumer("metadata"))
             took["first_message"] = pair.ask_consumer("first_message_s")
             pair.hear()
-            if number:
-                for name, took_s in took.items():
-                    seconds[name].append(took_s)
+            for name, took_s in took.items() if number else ():
+                seconds[name].append(took_s)
     finally:
         pair.close()
-    from benchmarks.report import ratios, summary, write
-
     both = [a + b for a, b in zip(seconds["upstream"], seconds["first_message"], strict=True)]
     document = {
-        "blocks": arguments.blocks,
-        "layers": arguments.layers,
+        "blocks": blocks,
+        "layers": layers,
         "ms": {name: summary([1e3 * t for t in values]) for name, values in seconds.items()},
         "ours_over_upstream": ratios(seconds["ours"], seconds["upstream"]),
         "ours_over_upstream_with_first_message": ratios(seconds["ours"], both),
     }
     print(json.dumps(document, indent=2))
-    print(f"written to {write(arguments.name, document)}")
-
-
-if __name__ == "__main__":
-    main()
+    write("contact", document)

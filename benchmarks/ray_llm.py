@@ -1,6 +1,6 @@
 """Run Ray Serve LLM's own prefill/decode application until Ctrl-C, for comparison.
 
-    build/ray-llm/bin/python -m benchmarks.ray_llm --model FOLDER --port 8000
+    build/ray-llm/bin/python -m benchmarks.ray_llm MODEL PORT ENGINE_ARGUMENTS
 
 One prefill and one decode replica on the CPU with NixlConnector; all other settings are Ray's
 defaults. Ray 2.60 pins vLLM 0.29, which has no CPU build, so this is Ray's code with Tandem's vLLM.
@@ -8,9 +8,9 @@ defaults. Ray 2.60 pins vLLM 0.29, which has no CPU build, so this is Ray's code
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +27,6 @@ READY = "ray serve llm: ready"
 
 
 def config(model: str, role: str, engine: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of one role's replica."""
     return {
         "model_loading_config": {"model_id": "demo", "model_source": model},
         "engine_kwargs": engine | {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": role}},
@@ -53,15 +52,6 @@ def run(model: str, port: int, engine: dict[str, Any]) -> None:
         ray.shutdown()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--engine", type=json.loads, default={}, help="vLLM's engine arguments, as JSON")
-    given = parser.parse_args()
-    with suppress(KeyboardInterrupt):
-        run(given.model, given.port, given.engine)
-
-
 if __name__ == "__main__":
-    main()
+    with suppress(KeyboardInterrupt):
+        run(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))

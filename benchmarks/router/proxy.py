@@ -1,14 +1,13 @@
 """The Python prefill/decode proxy of public examples, with streaming: prefill first, then decode.
 
-    python -m benchmarks.router.proxy --prefill http://127.0.0.1:9000 \
-        --decode http://127.0.0.1:9001 --port 9100
+    python -m benchmarks.router.proxy 9100 http://127.0.0.1:9000 http://127.0.0.1:9001
 
 Uses FastAPI and httpx, like vLLM's own example for NixlConnector (`toy_proxy_server.py`).
 """
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -47,14 +46,5 @@ def proxy(prefill_url: str, decode_url: str) -> FastAPI:
     return app
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prefill", required=True)
-    parser.add_argument("--decode", required=True)
-    parser.add_argument("--port", type=int, required=True)
-    given = parser.parse_args()
-    uvicorn.run(proxy(given.prefill, given.decode), host="127.0.0.1", port=given.port, log_level="warning")
-
-
 if __name__ == "__main__":
-    main()
+    uvicorn.run(proxy(*sys.argv[2:4]), host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")

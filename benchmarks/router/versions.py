@@ -1,14 +1,11 @@
 """Rolling restarts between two versions of the RPC protocol, under load: failed requests.
 
-    python -m benchmarks.router.versions [--clients 16] [--settle-s 10] [--older FOLDER]
-
 Tandem's service with instant engines: two routers, and two engines of each role. This checkout is
 the older release. The later one is a copy of it with `EDITS`: its newest version is one higher, and
 it supports this one, too. In that version both sides add a `Step` to each frame, a message that
 this checkout cannot decode. A connection that used the wrong version would fail all its calls.
 
-With `--older`, this checkout is the later release, and the checkout of another revision in FOLDER
-the older one.
+With OLDER, this checkout is the later release, and OLDER is the checkout of another revision.
 
 Serve replaces the replicas one after the other while clients send requests all the time, streams
 and others, each on its own connection:
@@ -24,13 +21,11 @@ version that both sides support.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
 import re
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -45,7 +40,7 @@ import psutil
 
 from actors.router.peer_routers import STATUS_AGE_S
 from actors.rpc.protocol import NEWEST_VERSION
-from benchmarks.report import write
+from benchmarks.report import failed, write
 from benchmarks.router.load import body, raw
 from benchmarks.router.service import application, deploy, running
 from testing.ports import free_port
@@ -269,34 +264,21 @@ def restart(older: Release, later: Release, clients: int, settle_s: float, loads
             asking.stop()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--settle-s", type=float, default=10.0, help="load after each phase")
-    parser.add_argument("--older", type=Path, help="checkout of another revision")
-    given = parser.parse_args()
+def main(*, clients: int = 16, settle_s: float = 10.0, older: str = "") -> int:
     loads: list[Load] = []
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="tandem-versions-") as folder:
-        if given.older is None:
-            older, later = Release.of(ROOT), Release.of(later_release(Path(folder) / "later"))
-        else:
-            older, later = Release.of(given.older), Release.of(ROOT)
+        later = ROOT if older else later_release(Path(folder) / "later")
+        releases = Release.of(Path(older) if older else ROOT), Release.of(later)
         # Ray puts the driver's folder before PYTHONPATH in the path of its workers.
         os.chdir(folder)
-        restart(older, later, given.clients, given.settle_s, loads, wrong)
+        restart(*releases, clients, settle_s, loads, wrong)
         os.chdir(ROOT)
-    failed = sum((load.failed for load in loads), Counter[str]())
+    failures = sum((load.failed for load in loads), Counter[str]())
     answers = sum(load.outcomes.total() for load in loads)
-    print(f"{answers + failed.total()} requests, {failed.total()} failed")
-    for failure, count in failed.most_common(5):
+    print(f"{answers + failures.total()} requests, {failures.total()} failed")
+    for failure, count in failures.most_common(5):
         print(f"{count} x {failure}")
-    for one in wrong:
-        print(f"FAILED: {one}")
     rows = [{"phase": one.phase, "seconds": one.seconds, "answers": dict(one.outcomes)} for one in loads]
-    print("written to", write("versions", {"phases": rows, "failed": dict(failed), "wrong": wrong}))
-    return 1 if failed or wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    write("versions", {"phases": rows, "failed": dict(failures), "wrong": wrong})
+    return failed({"requests failed": bool(failures)} | dict.fromkeys(wrong, True))
