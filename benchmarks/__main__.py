@@ -28,7 +28,6 @@ first-token     benchmarks.first_token             first and second token over a
 transfer        benchmarks.transfer                transfers, beside raw NIXL and memcpy
 descriptors     benchmarks.descriptors             building and posting descriptors, beside NixlConnector
 kv-layouts      benchmarks.kv_layouts              runs of a transfer by KV cache layout
-contact         benchmarks.contact                 first contact of two workers, beside NixlConnector
 router          benchmarks.router.compare          the router, beside vllm-router and a plain proxy; ROUTERS=2
 disconnects     benchmarks.router.disconnects      10,000 requests, half of whose clients disconnect
 open-streams    benchmarks.router.open_streams     10,000 open streams on a router; STREAMS=2000 MINUTES=1

@@ -40,7 +40,6 @@ STREAMS = 4
 
 
 def fleet(role: str, engines: int) -> dict[str, EngineReplica]:
-    """Return engines as discovery lists them."""
     names = [f"{role}{number:04d}" for number in range(engines)]
     return {name: EngineReplica(RpcAddress("10.0.0.1", 5700, "k" * 64), SLOTS, 256, {}, name) for name in names}
 
@@ -78,7 +77,6 @@ async def passes() -> dict[str, float]:
 
 
 def prompt_of(kilobytes: int) -> Prompt:
-    """Return a prompt of this size."""
     text = "abcdefgh" * (kilobytes * 128)
     return read_prompt({"messages": [{"role": "user", "content": text}], "max_tokens": 100})
 

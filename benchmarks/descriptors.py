@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import os
 import time
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from benchmarks.pair import HOST, SHARED_MEMORY, Pair, Side, produce
+from benchmarks.pair import HOST, Agent, Pair, Side
 from benchmarks.report import ratios, spread, summary, turns, write
 from connectors.planning.blocks import Ints
 from connectors.planning.descriptors import Moves, build_runs
@@ -51,19 +50,15 @@ class Upstream:
     """vLLM's descriptor code on one pair of agents, without the worker around it."""
 
     def __init__(self, side: Side, consumer: tuple[bytes, Any]) -> None:
-        from nixl._api import nixl_agent, nixl_agent_config
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         metadata, layout = consumer
         self._worker = NixlBaseConnectorWorker
-        self._agent = nixl_agent(f"upstream-{os.getpid()}", nixl_agent_config(enable_prog_thread=False))
-        self._registered = self._agent.register_memory(
-            [(r.address, r.length_bytes, 0, "") for r in side.regions], "DRAM"
-        )
+        self._kept = Agent(f"upstream-{os.getpid()}", side)
+        self._agent = self._kept.nixl
         began = time.perf_counter()
-        peer = self._agent.add_remote_agent(metadata)
-        self.peer = peer.decode() if isinstance(peer, bytes) else peer
+        self.peer = self._kept.add_peer(metadata)
         page, blocks = side.memory.shape[2], side.memory.shape[1]
         count = len(side.regions)
         self._self = SimpleNamespace(
@@ -125,8 +120,6 @@ class Upstream:
 
 
 class Bench:
-    """Producer of one run."""
-
     def __init__(self, page_bytes: int, blocks: int, regions: int, consumer: tuple[bytes, Any]) -> None:
         self.side = Side(f"producer-{os.getpid()}-{blocks}", page_bytes, blocks, regions)
         self.side.memory[:] = np.random.default_rng(0).integers(0, 256, self.side.memory.shape, np.uint8)
@@ -135,13 +128,12 @@ class Bench:
         self.plan = plan_pair(self.side.layout, consumer[1])
         self.per_pair_s = time.perf_counter() - began
         self.upstream = Upstream(self.side, consumer)
-        self.shaped = {"ours": self.per_pair_s, "upstream": self.upstream.per_pair_s}
+        self.made = {"ours": self.per_pair_s, "upstream": self.upstream.per_pair_s}
 
     def close(self) -> None:
-        self.side.transport.close()
+        self.side.close()
 
     def digest(self, ids: Ints) -> str:
-        """Return the digest of the moved bytes."""
         return self.side.digest(ids)
 
     def ours(self, src: Ints, dst: Ints, post: bool) -> dict[str, float]:
@@ -178,21 +170,18 @@ class Bench:
 
 def measure(stretch: int, blocks: int, regions: int, page_bytes: int, rounds: int, post_rounds: int) -> dict[str, Any]:
     size = pool(blocks, stretch)
-    pair = Pair(SHARED_MEMORY, partial(produce, Bench))
     times: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
     rng = np.random.default_rng(stretch)
-    try:
-        consumer = pair.ask_consumer("shape", page_bytes, size, regions)
-        per_pair = pair.ask("shape", page_bytes, size, regions, consumer)
+    with Pair(Bench) as pair:
+        consumer = pair.consumer.ask("new", page_bytes, size, regions)
+        per_pair = pair.producer.ask("new", page_bytes, size, regions, consumer)
         for _, way, counted in turns(list(times), rounds):
             ids = stretched(rng, blocks, stretch), stretched(rng, blocks, stretch)
-            took = pair.ask(way, *ids, len(times[way]) < post_rounds)
+            took = pair.producer.ask(way, *ids, len(times[way]) < post_rounds)
             if counted:
                 times[way].append(took)
             else:
-                assert pair.ask_consumer("digest", ids[1]) == pair.ask("digest", ids[0]), way
-    finally:
-        pair.close()
+                assert pair.consumer.ask("digest", ids[1]) == pair.producer.ask("digest", ids[0]), way
     row: dict[str, Any] = {"stretch": stretch, "per_pair_ms": {k: 1e3 * v for k, v in per_pair.items()}}
     row["descriptors"] = {"ours": int(times["ours"][0]["descriptors"]), "upstream": blocks * regions}
     row["plan_ms"] = summary([1e3 * took["plan"] for took in times["ours"]])

@@ -133,7 +133,6 @@ class Bench:
 
 
 async def measure(link: str, model: str, folder: Path, disks: tuple[float, ...], rounds: int) -> list[dict[str, Any]]:
-    """Measure one link."""
     rows = []
     rate = folder / f"rate-{link}"
     rate.write_text(FAST_DISK)

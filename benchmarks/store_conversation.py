@@ -82,7 +82,6 @@ class Conversations:
             await asyncio.sleep(SETTLES_S)
 
     async def take_last_turn(self, number: int, new: list[int], evicted: bool) -> None:
-        """Measure the last turn of one conversation."""
         with self.arm.awake():
             if evicted:
                 await self._empty_caches()

@@ -25,13 +25,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from benchmarks.pair import HOST, REST_S, SHARED_MEMORY, TCP_LOOPBACK, Pair, Side, produce
+from benchmarks.pair import HOST, REST_S, Agent, Pair, Side
 from benchmarks.report import ratios, spread, summary, turns, write
 from connectors.planning.blocks import Ints
 from connectors.planning.descriptors import Moves, build_runs
@@ -39,7 +38,7 @@ from connectors.planning.plan import plan_pair
 
 LAYERS = 8
 ARMS = ("ours", "raw", "memcpy")
-FABRICS = {"shm": SHARED_MEMORY, "tcp": TCP_LOOPBACK}
+FABRICS = {"shm": "shared memory", "tcp": "TCP loopback"}
 
 
 def scattered(rng: np.random.Generator, blocks: int, count: int) -> Ints:
@@ -51,8 +50,6 @@ class Bench:
     """Producer of one run length."""
 
     def __init__(self, run_bytes: int, blocks: int, ids: tuple[Ints, Ints], consumer: tuple[bytes, Any]) -> None:
-        from nixl._api import nixl_agent, nixl_agent_config
-
         self.side = Side(f"producer-{os.getpid()}-{run_bytes}", run_bytes, blocks, LAYERS)
         rng = np.random.default_rng(run_bytes)
         self.side.memory[:] = rng.integers(0, 256, self.side.memory.shape, np.uint8)
@@ -64,12 +61,8 @@ class Bench:
         self.peer = self.side.transport.add_peer(metadata)
 
         runs = build_runs(self.plan, [self.moves])
-        self.raw = nixl_agent(
-            f"raw-{os.getpid()}-{run_bytes}", nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        )
-        self.registered = self.raw.register_memory(
-            [(r.address, r.length_bytes, 0, "") for r in self.side.regions], "DRAM"
-        )
+        self.agent = Agent(f"raw-{os.getpid()}-{run_bytes}", self.side)
+        self.raw = self.agent.nixl
         self.raw.add_remote_agent(metadata)
         local, remote = (
             self.raw.get_xfer_descs(np.stack([at, runs.length, np.zeros_like(at)], 1).astype(np.uint64), "DRAM")
@@ -83,7 +76,7 @@ class Bench:
         self.move_list = compiled_memmove()
         self.move_list(*(column[:1] for column in self.list))
 
-        self.shaped = len(runs)
+        self.made = len(runs)
 
     def digest(self) -> str:
         """Return the digest of the bytes to move."""
@@ -117,8 +110,8 @@ class Bench:
 
     def close(self) -> None:
         self.ready.release()
-        self.raw.deregister_memory(self.registered)
-        self.side.transport.close()
+        self.agent.close()
+        self.side.close()
 
 
 def compiled_memmove() -> Callable[[Ints, Ints, Ints], None]:
@@ -146,11 +139,11 @@ def shape(pair: Pair, run_bytes: int, total_bytes: int) -> int:
     blocks = 2 * count + 2
     rng = np.random.default_rng(run_bytes)
     ids = (scattered(rng, blocks, count), scattered(rng, blocks, count))
-    consumer = pair.ask_consumer("shape", run_bytes, blocks, LAYERS)
-    runs: int = pair.ask("shape", run_bytes, blocks, ids, consumer)
+    consumer = pair.consumer.ask("new", run_bytes, blocks, LAYERS)
+    runs: int = pair.producer.ask("new", run_bytes, blocks, ids, consumer)
     for arm in ("ours", "raw"):
-        pair.ask("seconds", arm)
-        assert pair.ask_consumer("digest", ids[1]) == pair.ask("digest"), arm
+        pair.producer.ask("seconds", arm)
+        assert pair.consumer.ask("digest", ids[1]) == pair.producer.ask("digest"), arm
     return runs
 
 
@@ -159,7 +152,7 @@ def measure(pairs: Mapping[str, Pair], kib: int, mib: int, rounds: int) -> list[
     runs = {name: shape(pair, kib << 10, mib << 20) for name, pair in pairs.items()}
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     for _, (name, arm), counted in turns(list(product(pairs, ARMS)), rounds):
-        took = pairs[name].ask("seconds", arm)
+        took = pairs[name].producer.ask("seconds", arm)
         if counted:
             seconds[name, arm].append(took)
     rows = []
@@ -197,14 +190,13 @@ def main(
             for text in settings.split(";"):
                 environment = dict(word.split("=", 1) for word in text.split())
                 rest_s = float(environment.pop("rest_ms", rest_ms)) / 1e3
-                pairs[text or "default"] = Pair(fabric, partial(produce, Bench), environment, rest_s)
-                stack.callback(pairs[text or "default"].close)
-            found[fabric.name] = []
+                pairs[text or "default"] = stack.enter_context(Pair(Bench, fabric, environment, rest_s))
+            found[fabric] = []
             for kib in runs:
                 rows = measure(pairs, kib, mib, rounds)
                 for row in rows:
                     columns = ("ours_over_raw", "raw_over_memcpy", "ours_over_memcpy", "over_first")
                     text = ", ".join(f"{one} {spread(row[one])} [{row[one]['of_best']:.2f}]" for one in columns)
-                    print(f"{fabric.name} {kib:5} KiB  {row['settings']}  {text}", flush=True)
-                found[fabric.name] += rows
+                    print(f"{fabric} {kib:5} KiB  {row['settings']}  {text}", flush=True)
+                found[fabric] += rows
     write("transfer", {"mib": mib, "rounds": rounds, "layers": LAYERS, "rest_ms": rest_ms, "rows": found})

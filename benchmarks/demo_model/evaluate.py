@@ -97,20 +97,18 @@ def text_of_ended(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True) + ("" if ended else " (runs on)")
 
 
-def main(*, model: str = str(MODEL_DIR), seed: int = 0, per_row: int = 30, show: int = 3) -> int:
-    """Measure ``per_row`` prompts of each row, and print the table and ``show`` wrong answers."""
+def main(*, model: str = str(MODEL_DIR), seed: int = 0, per_row: int = 30) -> int:
+    """Measure ``per_row`` prompts of each row, and print the table."""
     tokenizer, weights = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     rows: dict[tuple[str, tuple[int, int], str], list[bool]] = defaultdict(list)
-    wrong = []
     for case in held_out_cases(seed, per_row, weights.config.sliding_window):
         inputs = torch.tensor([token_ids(tokenizer, case.prompt, case.chat)])
         mask = torch.ones_like(inputs)
         generated = weights.generate(inputs, attention_mask=mask, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
         completion = text_of_ended(tokenizer, generated[0, inputs.shape[1] :].tolist())
-        right = exact(case.prompt, completion)
-        rows[case.row].append(right)
-        if not right:
-            wrong.append(f"{case.row}: {case.prompt.question_name}? {case.prompt.answer}, got {completion!r}")
+        rows[case.row].append(exact(case.prompt, completion))
+        if not rows[case.row][-1]:
+            print(f"wrong: {case.row}: {case.prompt.question_name}? {case.prompt.answer}, got {completion!r}")
 
     print(f"{'form':<12}{'tokens':<12}{'fact':<10}{'prompts':>8}{'exact':>9}")
     for (form, (shortest, longest), side), outcomes in rows.items():
@@ -121,6 +119,4 @@ def main(*, model: str = str(MODEL_DIR), seed: int = 0, per_row: int = 30, show:
         outcomes = [right for row, row_outcomes in rows.items() if row[2] in sides for right in row_outcomes]
         totals.append(accuracy(outcomes))
         print(f"{'all':<24}{sides[0] if len(sides) == 1 else '':<10}{len(outcomes):>8}{totals[-1]:>9.2%}")
-    for line in wrong[:show]:
-        print("wrong:", line)
     return int(min(totals) < REQUIRED_ACCURACY)

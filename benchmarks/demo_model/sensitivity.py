@@ -47,8 +47,6 @@ LENGTHS = (300, 375, 450, 525, 600)
 
 
 class Fault(StrEnum):
-    """Kind of damage to the cached keys and values."""
-
     ZEROED = "zeroed"
     OTHER = "other prompt's"
     """Keys and values of the previous sequence in the batch."""
@@ -77,8 +75,6 @@ def damaged(states: torch.Tensor, fault: Fault, last: int | None = None) -> torc
 
 @dataclass(frozen=True)
 class Damage:
-    """Damage to all cached KV of one group's layers."""
-
     layers: tuple[int, ...]
     fault: Fault
 

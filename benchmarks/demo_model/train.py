@@ -75,14 +75,10 @@ PHASES = (
 FITTED_BATCHES = 16
 """Sequences on which the moved head is fitted to its former output."""
 
-DAMAGED_SHORTEST, DAMAGED_LONGEST = 24, (96, 160, 300)
-"""Minimum and maximum number of tokens in a prompt with damaged KV; a step draws one value."""
-
-DAMAGED_TOKENS = 1024
-"""Total number of tokens in a step's prompts with damaged KV."""
+DAMAGED_TOKENS, DAMAGED_SHORTEST, DAMAGED_LONGEST = 1024, 24, (96, 160, 300)
+"""Tokens of a step's prompts with damaged KV, and of the shortest and longest of them."""
 
 BLOCK_TOKENS = 16
-"""Tokens per block of vLLM's KV cache."""
 
 WHOLE_SHARE = 0.6
 """Share of steps that damage all of a sliding group's KV; the others damage its last block."""
@@ -239,37 +235,28 @@ def draw_batch(rng: Random, tokenizer: PreTrainedTokenizerBase, batch: Batch) ->
     return torch.tensor(ids).view(sequences, -1), torch.tensor(labels).view(sequences, -1)
 
 
-def draw_prompts(
-    rng: Random, tokenizer: PreTrainedTokenizerBase, chat_share: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw prompts of one form and length; return their ids without the last token, that token
-    and the answer.
-    """
-    length = rng.randint(DAMAGED_SHORTEST, rng.choice(DAMAGED_LONGEST))
-    chat = rng.random() < chat_share
-    fact_count = max((length - 8) // FACT_TOKENS, 1)
-    prompts, answers = [], []
-    for _ in range(max(min(DAMAGED_TOKENS // length, 24), 4)):
-        prompt = make_prompt(rng, fact_count, separator=rng.choice(SEPARATORS))
-        texts = [text for text, _ in segments(prompt, [prompt.asked], chat)]
-        *asked, answer = tokenizer(texts, add_special_tokens=False).input_ids
-        ids = [token for segment in asked for token in segment]
-        prompts.append(ids[:-1])
-        answers.append(ids[-1:] + answer)
-    return torch.tensor(prompts), torch.tensor(answers)
-
-
 def answer_likelihoods(
     model: Gemma3ForCausalLM, rng: Random, tokenizer: PreTrainedTokenizerBase, chat_share: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-likelihoods of the right answers after cached prompts, and whether the model gives
-    them.
+    """Draw prompts of one form and length; return log-likelihoods of the right answers after cached
+    prompts, and whether the model gives them.
 
     Shapes [1 + groups, prompts, tokens] and [1 + groups, prompts]: on intact KV, then with each
     group damaged.
     """
     groups = kv_groups(model.config.layer_types)
-    prompts, answers = draw_prompts(rng, tokenizer, chat_share)
+    length = rng.randint(DAMAGED_SHORTEST, rng.choice(DAMAGED_LONGEST))
+    chat = rng.random() < chat_share
+    fact_count = max((length - 8) // FACT_TOKENS, 1)
+    sequences = []
+    for _ in range(max(min(DAMAGED_TOKENS // length, 24), 4)):
+        prompt = make_prompt(rng, fact_count, separator=rng.choice(SEPARATORS))
+        texts = [text for text, _ in segments(prompt, [prompt.asked], chat)]
+        parts = tokenizer(texts, add_special_tokens=False).input_ids
+        sequences.append([token for part in parts for token in part])
+    ids = torch.tensor(sequences)
+    cached = ids.shape[1] - len(parts[-1]) - 1  # the last token of a prompt is computed after the damage
+    prompts, answers = ids[:, :cached], ids[:, cached:]
     cache = DynamicCache(config=model.config)
     model.model(input_ids=prompts, past_key_values=cache)
     tail = None if rng.random() < WHOLE_SHARE else rng.randint(4, BLOCK_TOKENS)
@@ -325,7 +312,6 @@ def run_phase(model: Gemma3ForCausalLM, rng: Random, tokenizer: PreTrainedTokeni
 
 
 def main(*, out: str = "", threads: int = 2) -> None:
-    """Train through all phases, and save after each."""
     if not out:
         raise SystemExit("OUT=FOLDER is required")
     torch.set_num_threads(threads)

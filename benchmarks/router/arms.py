@@ -56,19 +56,19 @@ def begin(stack: ExitStack, folder: Path, vllm_router: str, routers: int) -> dic
     stack.callback(stop, started)
 
     def module(name: str, *arguments: str) -> tuple[Process, str]:
-        """Run `python -m benchmarks.router.NAME PORT ARGUMENTS` until it answers."""
+        """Run `python -m NAME ARGUMENTS PORT`, and wait until it answers."""
         port = free_port()
-        process = start_module(folder, f"{name}-{port}", [f"benchmarks.router.{name}", str(port), *arguments])
+        process = start_module(folder, f"{name}-{port}", [name, *arguments, str(port)])
         started.append(process)
         wait_until_up(f"http://127.0.0.1:{port}/health", process, folder)
         return process, f"http://127.0.0.1:{port}"
 
-    prefill, prefill_url = module("engine")
-    decode, decode_url = module("engine")
+    prefill, prefill_url = module("benchmarks.router.engine")
+    decode, decode_url = module("benchmarks.router.engine")
     # Ray increases the niceness of its workers over that of the other arms' processes
     os.environ.setdefault("RAY_worker_niceness", "0")
     proxy_port = free_port()
-    service, service_url = module("service", str(proxy_port), str(routers))
+    service, service_url = module("benchmarks.router.service", str(routers), str(proxy_port))
     proxy_url = f"http://127.0.0.1:{proxy_port}"
     wait_until_up(f"{proxy_url}/health", service, folder)
     found = {
@@ -80,5 +80,5 @@ def begin(stack: ExitStack, folder: Path, vllm_router: str, routers: int) -> dic
         process, url = start_vllm_router(vllm_router, prefill_url, decode_url, folder)
         started.append(process)
         found["vllm-router"] = Arm(url, (process, prefill, decode))
-    process, url = module("proxy", prefill_url, decode_url)
+    process, url = module("testing.sequential_proxy", "--prefill", prefill_url, "--decode", decode_url, "--port")
     return found | {"proxy": Arm(url, (process, prefill, decode))}

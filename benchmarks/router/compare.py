@@ -6,7 +6,7 @@ tandem        this service as deployed, with instant engines in its actors: deco
 tandem-proxy  the same service through Ray Serve's HTTP proxy
 vllm-router   vLLM's router (Rust) in its prefill/decode mode: two HTTP requests, one after the
               other; VLLM_ROUTER is its command
-proxy         a plain Python proxy (FastAPI, httpx) that does the same
+proxy         a plain Python proxy (`testing/sequential_proxy.py`) that does the same
 
 For each number of clients and prompt size: the time to the first token beyond direct's, requests
 per second, and the processor time per request in all of an arm's processes. For streams with a

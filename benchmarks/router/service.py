@@ -1,6 +1,6 @@
 """Tandem's service with instant engines, until Ctrl-C: the router of `app.main` and real actors.
 
-    python -m benchmarks.router.service PORT PROXY_PORT ROUTERS
+    python -m benchmarks.router.service ROUTERS PROXY_PORT PORT
 
 Only vLLM is missing: the deployments, the router and the HTTP server are those of the product.
 """
@@ -159,7 +159,7 @@ def running(port: int, proxy_port: int | None, app: serve.Application | None = N
 
 
 if __name__ == "__main__":
-    port, proxy_port, routers = map(int, sys.argv[1:])
+    routers, proxy_port, port = map(int, sys.argv[1:])
     with suppress(KeyboardInterrupt), running(port, proxy_port, application(port, routers=routers)):
         interrupt_on_signals()
         signal.pause()

@@ -121,15 +121,15 @@ class Clients(threading.Thread):
         self._over = False
 
     def run(self) -> None:
-        asyncio.run(self._run())
+        async def ask() -> None:
+            await asyncio.gather(*(self._ask_forever(random.Random(number)) for number in range(self._clients)))
+
+        asyncio.run(ask())
 
     def stop(self) -> None:
         """End after the current answers."""
         self._over = True
         self.join()
-
-    async def _run(self) -> None:
-        await asyncio.gather(*(self._ask_forever(random.Random(number)) for number in range(self._clients)))
 
     async def _ask_forever(self, rng: random.Random) -> None:
         while not self._over:
@@ -189,17 +189,14 @@ def replicas_by_tree() -> Counter[tuple[str, str]]:
 Connections = list[tuple[str, tuple[int, ...] | None]]
 
 
-def connections(url: str) -> Connections:
-    """Return (role, versions of its connections) of each engine; None for versions not reported."""
-    engines = httpx.get(f"{url}/tandem/status", timeout=30).json()["engines"]
-    return sorted((one["role"], tuple(one["versions"]) if "versions" in one else None) for one in engines)
-
-
 def settled(url: str, expected: int) -> Connections:
-    """Return `connections` once all have the version `expected`, or after REPORTED_S."""
+    """Return (role, versions of its connections) of each engine, once all have the version
+    `expected`, or after REPORTED_S; None for versions not reported.
+    """
     give_up_at = time.monotonic() + REPORTED_S
     while True:
-        found = connections(url)
+        engines = httpx.get(f"{url}/tandem/status", timeout=30).json()["engines"]
+        found = sorted((one["role"], tuple(one["versions"]) if "versions" in one else None) for one in engines)
         if agree(found, expected) or time.monotonic() > give_up_at:
             return found
         time.sleep(STATUS_AGE_S)  # the router returns a cached status for this time

@@ -47,14 +47,12 @@ def measure(outcomes: Sequence[Outcome]) -> Measured:
 
 
 def play(task: tuple[int, int, bool]) -> dict[str, Measured]:
-    """Replay all arms of one load and seed."""
     index, seed, first_tokens = task
     load = LOADS[index](seed)
     return {name: measure(replay(load, policy())) for name, policy in arms(load, first_tokens).items()}
 
 
 def run(seeds: int, jobs: int) -> dict[str, Any]:
-    """Return all results as JSON values."""
     tasks = [(index, seed, False) for index in range(len(LOADS)) for seed in range(1, seeds + 1)]
     tasks += [(index, 1, True) for index in range(len(LOADS))]
     with ProcessPoolExecutor(jobs) as pool:
