@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from testing.options import defaults, parse
+from testing.options import defaults, parse, shown
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -65,7 +65,7 @@ def main(words: Sequence[str]) -> int:
     known = defaults(module.main)
     if "--help" in options:
         print(module.__doc__)
-        print("Options:", " ".join(f"{one.upper()}={default}" for one, default in known.items()))
+        print("Options:", shown(known))
         return 0
     peers = [f"{one}={path}" for one, path in PEERS.items() if one.lower() in known and (ROOT / path).exists()]
     # Engines and services run in sessions of their own: a stopped benchmark must not leave them.

@@ -13,20 +13,19 @@ from typing import Any, TypeVar
 
 RESULTS = Path(__file__).parent / "results"
 
-Cell = TypeVar("Cell")
 Arm = TypeVar("Arm")
 
 
 def turns(
-    arms: Sequence[Arm], rounds: int, cells: Sequence[Cell] = (None,), warm_up: int = 1
-) -> Iterator[tuple[Cell, Arm, bool]]:
+    arms: Sequence[Arm], rounds: int, cells: Sequence[Any] = (None,), warm_up: int = 1
+) -> Iterator[tuple[Any, Arm, bool]]:
     """Yield (cell, arm, whether to count it): each round measures every arm in every cell.
 
     In random order, because an arm's predecessor determines the content of the caches. Every
     second round reverses the order of the round before, so that no arm is more often the first.
     """
     dice = random.Random(0)
-    orders = {}
+    orders: dict[Any, list[Arm]] = {}
     for number in range(-warm_up, rounds):
         for cell in cells:
             orders[cell] = dice.sample(arms, len(arms)) if number % 2 else orders.get(cell, list(arms))[::-1]

@@ -150,7 +150,7 @@ def start_sides(stack: ExitStack, folder: Path, vllm_router: str, ray_llm: str) 
         wait_until_up(f"{url}/health", server, folder)
     router_url = ""
     if vllm_router:
-        router, router_url = start_vllm_router(vllm_router, *urls, folder)
+        router, router_url = start_vllm_router(vllm_router, folder, *urls)
         servers.append(router)
     family = [psutil.Process(server.pid) for server in servers]
     theirs = asleep(stack, [one for each in family for one in (each, *each.children(recursive=True))])

@@ -178,7 +178,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         model = wide_llama(Path(folder) / "model")
         token_bytes = model.shape["token_bytes_a_layer"] * model.shape["full_layers"]
-        document = {"rounds": rounds, "stored_bytes": STORED_TOKENS * token_bytes, "rows": []}
+        document: dict[str, Any] = {"rounds": rounds, "stored_bytes": STORED_TOKENS * token_bytes, "rows": []}
         for link in links:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 task = process.submit(measure_link, link, model.path, Path(folder), disks, rounds)

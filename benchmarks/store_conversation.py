@@ -121,8 +121,8 @@ async def conversation(model: str, folder: Path, count: int) -> dict[str, Any]:
     """Measure ``count`` conversations in each arm, with evicted and with kept prefix caches."""
     fork_server.prepare()
     dice = random.Random(5)
-    settings = {"store": {"path": str(folder / "conversation"), "disk_gib": 4.0, "chunk_tokens": CHUNK}}
-    engine = {"block_size": BLOCK, "max_num_batched_tokens": CHUNK, "max_num_seqs": count}
+    settings: dict[str, Any] = {"store": {"path": str(folder / "conversation"), "disk_gib": 4.0, "chunk_tokens": CHUNK}}
+    engine: dict[str, Any] = {"block_size": BLOCK, "max_num_batched_tokens": CHUNK, "max_num_seqs": count}
     engine |= {"enable_prefix_caching": True, "num_gpu_blocks_override": count * CONVERSATION_BLOCKS}
 
     def start(name: str, role: str) -> Side:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -16,6 +16,12 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
+def shown(options: Mapping[str, Any]) -> str:
+    """Return options as words."""
+    texts = {name: ",".join(map(str, one)) if isinstance(one, tuple) else one for name, one in options.items()}
+    return " ".join(f"{name.upper()}={text}" for name, text in texts.items())
+
+
 def parse(function: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
     """Return the options of ``function`` with those of ``words`` (``NAME=value``) replaced.
 
@@ -26,8 +32,7 @@ def parse(function: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         name, _, value = word.partition("=")
         if name.lower() not in options or "=" not in word:
-            known = " ".join(f"{one.upper()}={default}" for one, default in options.items())
-            raise SystemExit(f"no option {word}; known, with their defaults: {known or 'none'}")
+            raise SystemExit(f"no option {word}; known, with their defaults: {shown(options) or 'none'}")
         options[name.lower()] = _value(word, value, options[name.lower()])
     return options
 

@@ -30,7 +30,7 @@ class Arm:
         return sum(used.user + used.system for used in (each.cpu_times() for each in family))
 
 
-def start_vllm_router(command: str, prefill: str, decode: str, folder: Path) -> tuple[Process, str]:
+def start_vllm_router(command: str, folder: Path, prefill: str, decode: str) -> tuple[Process, str]:
     """Start vLLM's router before these servers, and wait until it answers.
 
     Its health checks are so rare that it does not mark a stopped server as dead.
@@ -77,7 +77,7 @@ def begin(stack: ExitStack, folder: Path, vllm_router: str, routers: int) -> dic
         "tandem-proxy": Arm(proxy_url, (service,)),
     }
     if vllm_router:
-        process, url = start_vllm_router(vllm_router, prefill_url, decode_url, folder)
+        process, url = start_vllm_router(vllm_router, folder, prefill_url, decode_url)
         started.append(process)
         found["vllm-router"] = Arm(url, (process, prefill, decode))
     process, url = module("testing.sequential_proxy", "--prefill", prefill_url, "--decode", decode_url, "--port")
