@@ -37,7 +37,6 @@ def config(model: str, role: str, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(model: str, port: int, engine: dict[str, Any]) -> None:
-    """Run on a Ray cluster of this process, at `port`."""
     ray.init(address="local", include_dashboard=False, num_cpus=CPUS, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})

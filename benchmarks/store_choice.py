@@ -82,7 +82,6 @@ class Bench:
         self._prefixes = [random_prompt(self._dice, STORED_TOKENS) for _ in range(PROMPTS)]
 
     async def fill(self) -> None:
-        """Learn the addresses, and store the prefixes on all engines."""
         for name, pair in self._pairs.items():
             with pair.awake():
                 self._addresses[name] = await describe(pair.prefill)

@@ -38,9 +38,6 @@ SLOTS = 512
 """Slots of an engine, more than any arm needs."""
 
 
-Env = dict[str, str]
-
-
 class NoLLM:
     """Interface of vLLM's engine that `actors.engine.vllm_engine` uses besides its application."""
 
@@ -103,8 +100,8 @@ def application(
     port: int,
     slots: int = SLOTS,
     replicas: int = 1,
-    router_env: Env | None = None,
-    engine_env: Env | None = None,
+    router_env: dict[str, str] | None = None,
+    engine_env: dict[str, str] | None = None,
     routers: int | None = None,
 ) -> serve.Application:
     """Return the application; its routers answer on `port`.

@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,10 +187,7 @@ def replicas_by_tree() -> Counter[tuple[str, str]]:
     return found
 
 
-Connections = list[tuple[str, tuple[int, ...] | None]]
-
-
-def settled(url: str, expected: int) -> Connections:
+def settled(url: str, expected: int) -> list[tuple[str, tuple[int, ...] | None]]:
     """Return (role, versions of its connections) of each engine, once all have the version
     `expected`, or after REPORTED_S; None for versions not reported.
     """
@@ -202,7 +200,7 @@ def settled(url: str, expected: int) -> Connections:
         time.sleep(STATUS_AGE_S)  # the router returns a cached status for this time
 
 
-def agree(found: Connections, expected: int) -> bool:
+def agree(found: Sequence[tuple[str, tuple[int, ...] | None]], expected: int) -> bool:
     """Return whether each engine has one connection of the expected version to each router.
 
     A prefill engine may also have one to each decode engine.
