@@ -90,7 +90,10 @@ def start_arms(stack: ExitStack, names: Iterable[str], start: Callable[[str, str
             # Idle progress threads of vLLM's connector spin, and would take the next engine's core.
             processes.sleep()
     both = {name: [sides[name, role] for role in ROLES] for name in names}
-    return {name: Arm(sorted(p[1] | d[1]), name, p[0], d[0]) for name, (p, d) in both.items()}
+    arms = {name: Arm(sorted(p[1] | d[1]), name, p[0], d[0]) for name, (p, d) in both.items()}
+    for arm in arms.values():
+        stack.callback(arm.wake)  # an engine that ends may wait for its peer
+    return arms
 
 
 def random_prompt(dice: random.Random, tokens: int) -> list[int]:

@@ -113,7 +113,6 @@ async def play(port: int, requests: int, seed: int, found: dict[str, psutil.Proc
 
 
 def processes() -> dict[str, psutil.Process]:
-    """Return the actors' memory, by Ray's names."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):

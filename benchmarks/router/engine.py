@@ -48,7 +48,6 @@ def freeze_gc() -> None:
 
 
 def instant() -> Starlette:
-    """Return the application of an engine that computes nothing."""
     return Starlette(
         routes=[
             Route("/v1/completions", complete, methods=["POST"]),

@@ -104,8 +104,6 @@ def later_release(folder: Path) -> Path:
 
 @dataclass
 class Load:
-    """Outcomes of one phase."""
-
     phase: str
     seconds: float = 0.0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -178,7 +176,6 @@ class Release:
 
 
 def replicas_by_tree() -> Counter[tuple[str, str]]:
-    """Return the number of replicas by kind and source tree."""
     found: Counter[tuple[str, str]] = Counter()
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):

@@ -18,8 +18,6 @@ DECIDE_EVERY_S = 2.0  # Serve: ten times per second, from reports at intervals o
 
 @dataclass(frozen=True)
 class Objective:
-    """Objectives of a request."""
-
     ttft_s: float = 2.0
     tpot_s: float = 0.040
 
