@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from multiprocessing import resource_tracker
 from typing import Any
@@ -74,14 +74,16 @@ def start_side(
     return engine, pids
 
 
-def start_arms(stack: ExitStack, names: Iterable[str], start: Callable[[str, str], Side]) -> dict[str, Arm]:
+def start_arms(
+    stack: ExitStack, names: Iterable[str], start: Callable[[str, str], Side], roles: Sequence[str] = ROLES[::-1]
+) -> dict[str, Arm]:
     """Start pairs, each engine by the pair's name and its role; they sleep, and end with the stack.
 
-    Decode engines start first: a process that has entered the namespace keeps its /sys, where UCX
-    looks for devices.
+    Unless ``roles`` has another order, decode engines start first: a process that has entered the
+    namespace keeps its /sys, where UCX looks for devices.
     """
     names, sides = list(names), {}
-    for role in reversed(ROLES):
+    for role in roles:
         for name in names:
             sides[name, role] = engine, pids = start(name, role)
             stack.callback(engine.shutdown)

@@ -73,7 +73,9 @@ async def measure(
     samples: dict[tuple[int, str], Samples] = defaultdict(lambda: defaultdict(list))
     addresses = {}
     with ExitStack() as stack:
-        arms = start_arms(stack, traces, start)
+        # Last the decode engine of NixlConnector: each engine unregisters the metrics of earlier ones,
+        # and `nixl_bytes` reads that engine's.
+        arms = start_arms(stack, traces, start, ROLES)
         for name in traces.keys() - {"nixl"}:
             with arms[name].awake():
                 addresses[name] = await describe(arms[name].prefill)
