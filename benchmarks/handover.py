@@ -73,7 +73,7 @@ async def measure(
     samples: dict[tuple[int, str], Samples] = defaultdict(lambda: defaultdict(list))
     addresses = {}
     with ExitStack() as stack:
-        # Last the decode engine of NixlConnector: each engine unregisters the metrics of earlier ones,
+        # NixlConnector's decode engine last: each engine unregisters the metrics of earlier ones,
         # and `nixl_bytes` reads that engine's.
         arms = start_arms(stack, traces, start, ROLES)
         for name in traces.keys() - {"nixl"}:
