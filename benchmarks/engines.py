@@ -94,7 +94,7 @@ def start_arms(
     both = {name: [sides[name, role] for role in ROLES] for name in names}
     arms = {name: Arm(sorted(p[1] | d[1]), name, p[0], d[0]) for name, (p, d) in both.items()}
     for arm in arms.values():
-        stack.callback(arm.wake)  # an engine that ends may wait for its peer
+        stack.callback(arm.shutdown)  # both engines awake, because one that ends may wait for its peer
     return arms
 
 
