@@ -30,7 +30,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +125,6 @@ class Clients(threading.Thread):
         asyncio.run(ask())
 
     def stop(self) -> None:
-        """End after the current answers."""
         self._over = True
         self.join()
 
@@ -184,28 +182,31 @@ def replicas_by_tree() -> Counter[tuple[str, str]]:
     return found
 
 
-def settled(url: str, expected: int) -> list[tuple[str, tuple[int, ...] | None]]:
-    """Return (role, versions of its connections) of each engine, once all have the version
-    `expected`, or after REPORTED_S; None for versions not reported.
+Connections = list[tuple[str, tuple[int, ...] | None]]
+
+
+def settled(url: str, with_routers: int, of_engines: int) -> Connections:
+    """Return (role, versions of its connections) of each engine, once they `agree`, or after
+    REPORTED_S; None for versions not reported.
     """
     give_up_at = time.monotonic() + REPORTED_S
     while True:
         engines = httpx.get(f"{url}/tandem/status", timeout=30).json()["engines"]
         found = sorted((one["role"], tuple(one["versions"]) if "versions" in one else None) for one in engines)
-        if agree(found, expected) or time.monotonic() > give_up_at:
+        if agree(found, with_routers, of_engines) or time.monotonic() > give_up_at:
             return found
         time.sleep(STATUS_AGE_S)  # the router returns a cached status for this time
 
 
-def agree(found: Sequence[tuple[str, tuple[int, ...] | None]], expected: int) -> bool:
-    """Return whether each engine has one connection of the expected version to each router.
+def agree(found: Connections, with_routers: int, of_engines: int) -> bool:
+    """Return whether each engine has one connection of version `with_routers` to each router.
 
-    A prefill engine may also have one to each decode engine.
+    A prefill engine may also have one to each decode engine, of their newest version `of_engines`.
     """
+    expected = {"decode": [[with_routers] * REPLICAS]}
+    expected["prefill"] = [[with_routers] * REPLICAS + [of_engines] * decodes for decodes in range(REPLICAS + 1)]
     return len(found) == 2 * REPLICAS and all(
-        versions is None
-        or (set(versions) == {expected} and REPLICAS <= len(versions) <= REPLICAS * (2 if role == "prefill" else 1))
-        for role, versions in found
+        versions is None or versions in [tuple(sorted(one)) for one in expected[role]] for role, versions in found
     )
 
 
@@ -235,8 +236,8 @@ def restart(older: Release, later: Release, clients: int, settle_s: float, loads
                 if phase != "before":
                     deploy(build(routers, engines))
                 time.sleep(settle_s)
-                expected = min(routers.newest, engines.newest)
-                found, replicas = settled(url, expected), replicas_by_tree()
+                expected = min(routers.newest, engines.newest), engines.newest
+                found, replicas = settled(url, *expected), replicas_by_tree()
                 load.seconds = time.monotonic() - began
                 print(
                     f"{phase:30} {load.seconds:5.0f} s, {load.outcomes.total():6d} answers {dict(load.outcomes)},"
@@ -248,8 +249,8 @@ def restart(older: Release, later: Release, clients: int, settle_s: float, loads
                 local = sum(count for outcome, count in load.outcomes.items() if outcome.endswith("local"))
                 if local and not alone:
                     wrong.append(f"{phase}: decode served {local} requests alone")
-                if not agree(found, expected):
-                    wrong.append(f"{phase}: not all connections have version {expected}")
+                if not agree(found, *expected):
+                    wrong.append(f"{phase}: not all connections have version {expected[0]}")
                 if replicas != {("routers", routers.tree): REPLICAS, ("engines", engines.tree): 2 * REPLICAS}:
                     wrong.append(f"{phase}: replicas run from {dict(replicas)}")
         finally:
