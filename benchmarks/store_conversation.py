@@ -26,7 +26,6 @@ from typing import Any
 
 from benchmarks.engines import Side, random_prompt, start_arms, start_side, together, transfer_config
 from benchmarks.report import ratios, summary
-from testing import fork_server
 from testing.engines import describe
 from testing.processes import Arm
 
@@ -119,7 +118,6 @@ async def series(sides: dict[str, Conversations], count: int, evicted: bool, dic
 
 async def conversation(model: str, folder: Path, count: int) -> dict[str, Any]:
     """Measure ``count`` conversations in each arm, with evicted and with kept prefix caches."""
-    fork_server.prepare()
     dice = random.Random(5)
     settings: dict[str, Any] = {"store": {"path": str(folder / "conversation"), "disk_gib": 4.0, "chunk_tokens": CHUNK}}
     engine: dict[str, Any] = {"block_size": BLOCK, "max_num_batched_tokens": CHUNK, "max_num_seqs": count}
