@@ -10,39 +10,30 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pydantic import SecretStr
 from ray import serve
-from ray.serve.config import RequestRouterConfig
 from starlette.types import ASGIApp
 
 from actors.adapter_records import AdapterRecords
-from actors.autoscaling.policy import ROLE_POLICY
-from actors.engine.arguments import check_arguments, engine_environment
+from actors.engine.arguments import check_arguments
 from actors.engine.engine_actor import Decode, Prefill
 from actors.engine_pool.engines import EnginePool
-from actors.engine_pool.serve_discovery import DiscoveryRouter
 from actors.errors import UnavailableError
 from actors.process import link_logs, open_files_of, own_logs, prepare_process
 from actors.router.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica, in_replica, own_replica_id
 from actors.tls import ReloadedTls, TlsFiles, router_files, rpc_files
 from actors.upstream.ray_private import log_directory, on_stop
-from app.cluster_secret import fallback_secret
-from app.deployment_options import deployment_options
+from app.engine_deployment import DRAIN_POLL_S, SERVE_CALLS, deploy_engine, fallback_secret
 from app.http.auth import digests
 from app.http.http_server import HttpServer, for_serve_proxies, proxies_refuse
 from app.http.record import open_access_log
 from app.http.routes import build_http
 from app.http.traces import Traces
 from configs.settings.auth import environment_keys, environment_operator_keys
-from configs.settings.base import RoleName
 from configs.settings.router import RouterSettings
 from configs.settings.service import ServiceSettings
 
 logger = logging.getLogger(__name__)
-
-SERVE_CALLS = 65536
-"""Serve's limit on a replica's calls, so high that Tandem's limits apply first."""
 
 ROUTER_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 """Environment variables that make Serve run its part of a router on the router's event loop.
@@ -51,18 +42,8 @@ With separate threads, a request took a fifth more CPU time in the router (measu
 when requests still passed through Serve).
 """
 
-HEALTH_CHECK_PERIOD_S = 2.0
-"""Serve replaces a replica after three failed checks, so a dead engine after about 6 s."""
-
 UNREAD_MARGIN_S = 10.0
 """Time after `router.idle_timeout_s` in which the router, not the kernel, ends such a stream."""
-
-DRAIN_POLL_S = 0.2
-"""Interval in seconds at which Serve checks whether a stopping replica has ongoing Serve calls.
-
-Serve also waits for one interval before the first check. The replicas drain requests that do not
-pass through Serve (docs/decisions/0036), so Serve's default of 2 s would only delay each stop.
-"""
 
 
 class DeployedModel(NamedTuple):
@@ -81,6 +62,7 @@ class HttpRouter(RouterReplica):
     """The router with its HTTP interface: the ingress of the application."""
 
     _stopping = False
+    _http_server: HttpServer | None = None
 
     # Serve awaits the constructor if it is asynchronous.
     async def __init__(  # type: ignore[misc]
@@ -163,15 +145,15 @@ class HttpRouter(RouterReplica):
         """Prepare to stop: become unready, and keep the engines for requests that still arrive."""
         self._stopping = True
         super().leave()
-        if (server := getattr(self, "_http_server", None)) is not None:
-            server.leave()
+        if self._http_server is not None:
+            self._http_server.leave()
 
     async def __del__(self) -> None:
         """Serve's hook, after the last request that its proxies have sent to this replica."""
         self._stopping = True
         try:
-            if (server := getattr(self, "_http_server", None)) is not None:
-                await server.close()
+            if self._http_server is not None:
+                await self._http_server.close()
         finally:
             await self.close()
 
@@ -227,30 +209,6 @@ def router_deployment(settings: RouterSettings) -> serve.Deployment:
         # `reconfigure` with this default, which restores the values of `args`.
         user_config={},
     )
-
-
-def deploy_engine(
-    actor: type, role: RoleName, settings: ServiceSettings, secret: SecretStr, suffix: str = ""
-) -> serve.Application:
-    own = settings.role(role)
-    scaling: dict[str, Any] = (
-        {"num_replicas": own.replicas}
-        if isinstance(own.replicas, int)
-        else {"autoscaling_config": {"policy": {"policy_function": ROLE_POLICY}, **own.replicas}}
-    )
-    deployment = serve.deployment(
-        actor,
-        name=role.capitalize() + suffix,
-        max_ongoing_requests=SERVE_CALLS,
-        request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
-        graceful_shutdown_timeout_s=own.drain_s,
-        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        max_constructor_retry_count=own.start_attempts,
-        **deployment_options(own, {"env_vars": engine_environment(settings, role)}),
-        **scaling,
-    )
-    return deployment.bind(settings, secret)
 
 
 def __getattr__(name: str) -> serve.Application:

@@ -36,10 +36,10 @@ from app.launch_environment import (
     ray_temporary_directory,
     shared_memory,
 )
-from app.screen import Screen
 from app.start_screen import (
     EngineReport,
     EngineStages,
+    Screen,
     StartFailure,
     failure_of,
     last_error,

@@ -1,4 +1,1 @@
-"""Side-by-side measurements, as ratios within one interleaved run.
-
-Each prints a table and writes JSON.
-"""
+"""Side-by-side measurements, as ratios within one interleaved run; each writes JSON."""

@@ -1,7 +1,5 @@
 """Time of a router's bookkeeping in a large fleet: a pass over its waiting requests, a decision.
 
-    python -m benchmarks.bookkeeping [--rounds 7]
-
 Without sockets, engines or Ray, in one thread.
 
 pass      64 engines of one role, all slots taken, 128 requests wait. *Slot* is the return of one
@@ -18,11 +16,9 @@ pass, or of a decision for a prompt of 1 KB, exceeds `AIM_MS`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 
@@ -31,7 +27,7 @@ from actors.policy.planner import Planner
 from actors.policy.prefixes import EngineStore
 from actors.policy.prompts import Prompt, read_prompt
 from actors.rpc.address import RpcAddress
-from benchmarks.report import summary, write
+from benchmarks.report import failed, spread, summary, write
 from configs.settings.router import RoutingSettings
 
 AIM_MS = 0.3
@@ -43,7 +39,6 @@ STREAMS = 4
 
 
 def fleet(role: str, engines: int) -> dict[str, EngineReplica]:
-    """Return engines as discovery lists them."""
     names = [f"{role}{number:04d}" for number in range(engines)]
     return {name: EngineReplica(RpcAddress("10.0.0.1", 5700, "k" * 64), SLOTS, 256, {}, name) for name in names}
 
@@ -81,7 +76,6 @@ async def passes() -> dict[str, float]:
 
 
 def prompt_of(kilobytes: int) -> Prompt:
-    """Return a prompt of this size."""
     text = "abcdefgh" * (kilobytes * 128)
     return read_prompt({"messages": [{"role": "user", "content": text}], "max_tokens": 100})
 
@@ -136,10 +130,7 @@ def decision_ms(kilobytes: int, with_stores: bool = False, cached: bool = True) 
     return asyncio.run(measure())
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+def main(*, rounds: int = 7) -> int:
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
         measured = asyncio.run(passes())
@@ -150,13 +141,7 @@ def main() -> int:
             found.setdefault(name, []).append(value)
     result = {name: summary(values) for name, values in found.items()}
     for name, row in result.items():
-        print(f"{name:44} {row['median']:.3f} ms ({row['q1']:.3f} to {row['q3']:.3f})")
-    print("written to", write("bookkeeping", {"aim_ms": AIM_MS, "rounds": rounds, "ms": result}))
-    missed = [name for name, row in result.items() if not name.endswith(("16 KB", "220 KB")) and row["median"] > AIM_MS]
-    for name in missed:
-        print(f"MISSED: {name} takes more than {AIM_MS} ms")
-    return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        print(f"{name:44} {spread(row, 3)} ms")
+    write("bookkeeping", {"aim_ms": AIM_MS, "rounds": rounds, "ms": result})
+    aimed = {name: row for name, row in result.items() if not name.endswith(("16 KB", "220 KB"))}
+    return failed({f"{name} takes more than {AIM_MS} ms": row["median"] > AIM_MS for name, row in aimed.items()})

@@ -1,12 +1,9 @@
 """Building and posting a transfer's descriptors, compared with vLLM's NixlConnector.
 
-    python -m benchmarks.descriptors [--blocks 10000] [--regions 48] [--page-bytes 512]
-        [--rounds 9] [--post-rounds 3] [--stretches 1,8,64]
-
-A producer process with a cache of ``--regions`` regions writes ``--blocks`` blocks to a consumer
-process. A *stretch* is a number of neighbouring blocks that are adjacent on both sides; 1 is a
-fully fragmented pool. Both sides use agents of equal configuration (one thread, no progress
-thread), in turn, in one process:
+A producer process with a cache of REGIONS regions writes BLOCKS blocks to a consumer process. A
+*stretch* is a number of neighbouring blocks that are adjacent on both sides; 1 is a fully
+fragmented pool. Both sides use agents of equal configuration (one thread, no progress thread), in
+turn, in one process:
 
 ours      ``build_runs`` and ``NixlTransport.prepare``, per transfer; no preparation per pair
 upstream  per pair: ``_build_fa_local`` / ``_build_fa_remote``, ``get_xfer_descs`` and
@@ -22,16 +19,15 @@ post      ``transfer()`` until it returns. Within one host UCX moves the bytes o
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from benchmarks.pair import HOST, SHARED_MEMORY, Pair, Side, produce
+from benchmarks.pair import HOST, Agent, Pair, Side
+from benchmarks.report import ratios, spread, summary, turns, write
 from connectors.planning.blocks import Ints
 from connectors.planning.descriptors import Moves, build_runs
 from connectors.planning.plan import plan_pair
@@ -54,19 +50,15 @@ class Upstream:
     """vLLM's descriptor code on one pair of agents, without the worker around it."""
 
     def __init__(self, side: Side, consumer: tuple[bytes, Any]) -> None:
-        from nixl._api import nixl_agent, nixl_agent_config
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         metadata, layout = consumer
         self._worker = NixlBaseConnectorWorker
-        self._agent = nixl_agent(f"upstream-{os.getpid()}", nixl_agent_config(enable_prog_thread=False))
-        self._registered = self._agent.register_memory(
-            [(r.address, r.length_bytes, 0, "") for r in side.regions], "DRAM"
-        )
+        self._kept = Agent(f"upstream-{os.getpid()}", side)
+        self._agent = self._kept.nixl
         began = time.perf_counter()
-        peer = self._agent.add_remote_agent(metadata)
-        self.peer = peer.decode() if isinstance(peer, bytes) else peer
+        self.peer = self._kept.add_peer(metadata)
         page, blocks = side.memory.shape[2], side.memory.shape[1]
         count = len(side.regions)
         self._self = SimpleNamespace(
@@ -128,8 +120,6 @@ class Upstream:
 
 
 class Bench:
-    """Producer of one run."""
-
     def __init__(self, page_bytes: int, blocks: int, regions: int, consumer: tuple[bytes, Any]) -> None:
         self.side = Side(f"producer-{os.getpid()}-{blocks}", page_bytes, blocks, regions)
         self.side.memory[:] = np.random.default_rng(0).integers(0, 256, self.side.memory.shape, np.uint8)
@@ -138,13 +128,12 @@ class Bench:
         self.plan = plan_pair(self.side.layout, consumer[1])
         self.per_pair_s = time.perf_counter() - began
         self.upstream = Upstream(self.side, consumer)
-        self.shaped = {"ours": self.per_pair_s, "upstream": self.upstream.per_pair_s}
+        self.made = {"ours": self.per_pair_s, "upstream": self.upstream.per_pair_s}
 
     def close(self) -> None:
-        self.side.transport.close()
+        self.side.close()
 
     def digest(self, ids: Ints) -> str:
-        """Return the digest of the moved bytes."""
         return self.side.digest(ids)
 
     def ours(self, src: Ints, dst: Ints, post: bool) -> dict[str, float]:
@@ -179,40 +168,27 @@ class Bench:
         return took
 
 
-def measure(stretch: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.report import ratios, summary
-
-    blocks = pool(arguments.blocks, stretch)
-    pair = Pair(SHARED_MEMORY, partial(produce, Bench))
-    try:
-        consumer = pair.ask_consumer("shape", arguments.page_bytes, blocks, arguments.regions)
-        per_pair = pair.ask("shape", arguments.page_bytes, blocks, arguments.regions, consumer)
-        rng = np.random.default_rng(stretch)
-        times: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
-        for number in range(arguments.rounds + 1):
-            ids = (stretched(rng, arguments.blocks, stretch), stretched(rng, arguments.blocks, stretch))
-            post = number <= arguments.post_rounds
-            for way in ("ours", "theirs") if number % 2 else ("theirs", "ours"):
-                took = pair.ask(way, *ids, post)
-                if number:
-                    times[way].append(took)
-                else:
-                    assert pair.ask_consumer("digest", ids[1]) == pair.ask("digest", ids[0]), way
-    finally:
-        pair.close()
+def measure(stretch: int, blocks: int, regions: int, page_bytes: int, rounds: int, post_rounds: int) -> dict[str, Any]:
+    size = pool(blocks, stretch)
+    times: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
+    rng = np.random.default_rng(stretch)
+    with Pair(Bench) as pair:
+        consumer = pair.consumer.ask("new", page_bytes, size, regions)
+        per_pair = pair.producer.ask("new", page_bytes, size, regions, consumer)
+        for _, way, counted in turns(list(times), rounds):
+            ids = stretched(rng, blocks, stretch), stretched(rng, blocks, stretch)
+            took = pair.producer.ask(way, *ids, len(times[way]) < post_rounds)
+            if counted:
+                times[way].append(took)
+            else:
+                assert pair.consumer.ask("digest", ids[1]) == pair.producer.ask("digest", ids[0]), way
     row: dict[str, Any] = {"stretch": stretch, "per_pair_ms": {k: 1e3 * v for k, v in per_pair.items()}}
-    row["descriptors"] = {
-        "ours": int(times["ours"][0]["descriptors"]),
-        "upstream": arguments.blocks * arguments.regions,
-    }
+    row["descriptors"] = {"ours": int(times["ours"][0]["descriptors"]), "upstream": blocks * regions}
     row["plan_ms"] = summary([1e3 * took["plan"] for took in times["ours"]])
-    series: dict[str, list[list[float]]] = {"build": [], "post": [], "build_and_post": []}
-    for way in ("ours", "theirs"):
-        posted = [took for took in times[way] if "post" in took]
-        series["build"].append([took["build"] for took in times[way]])
-        series["post"].append([took["post"] for took in posted])
-        series["build_and_post"].append([took["build"] + took["post"] for took in posted])
-    for name, (ours, theirs) in series.items():
+    for name, parts in (("build", ["build"]), ("post", ["post"]), ("build_and_post", ["build", "post"])):
+        ours, theirs = (
+            [sum(took[part] for part in parts) for took in times[way] if took.keys() >= set(parts)] for way in times
+        )
         row[name] = {
             "ours_ms": summary([1e3 * t for t in ours]),
             "upstream_ms": summary([1e3 * t for t in theirs]),
@@ -221,36 +197,22 @@ def measure(stretch: int, arguments: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=10_000)
-    parser.add_argument("--regions", type=int, default=48)
-    parser.add_argument("--page-bytes", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--post-rounds", type=int, default=3, help="at least 2")
-    parser.add_argument("--stretches", default="1,8,64")
-    parser.add_argument("--name", default="descriptors")
-    arguments = parser.parse_args()
+def main(
+    *,
+    blocks: int = 10_000,
+    regions: int = 48,
+    page_bytes: int = 512,
+    rounds: int = 9,
+    post_rounds: int = 3,
+    stretches: tuple[int, ...] = (1, 8, 64),
+) -> None:
     rows = []
-    print("stretch  descriptors       build ms ours  upstream  ratio (q1-q3)        build and post: ratio (q1-q3)")
-    for stretch in map(int, arguments.stretches.split(",")):
-        row = measure(stretch, arguments)
+    for stretch in stretches:
+        row = measure(stretch, blocks, regions, page_bytes, rounds, post_rounds)
         rows.append(row)
-        build, both = row["build"], row["build_and_post"]
-        texts = [
-            f"{r['of_medians']:.2f} ({r['q1']:.2f}-{r['q3']:.2f}) [{r['of_best']:.2f}]"
-            for r in (build["ours_over_upstream"], both["ours_over_upstream"])
-        ]
-        print(
-            f"{stretch:7} {row['descriptors']['ours']:8}/{row['descriptors']['upstream']} "
-            f"{build['ours_ms']['median']:14.1f} {build['upstream_ms']['median']:9.1f}  {texts[0]:22} {texts[1]}",
-            flush=True,
-        )
-    from benchmarks.report import write
-
-    settings = {name: getattr(arguments, name) for name in ("blocks", "regions", "page_bytes")}
-    print(f"written to {write(arguments.name, settings | {'rows': rows})}")
-
-
-if __name__ == "__main__":
-    main()
+        print(f"stretch {stretch}: {row['descriptors']} descriptors")
+        for name in ("build", "post", "build_and_post"):
+            ours, theirs, ratio = (row[name][key] for key in ("ours_ms", "upstream_ms", "ours_over_upstream"))
+            text = f"{ours['median']:.1f} ms, upstream {theirs['median']:.1f} ms, ratio {spread(ratio)}"
+            print(f"  {name:14} {text} [{ratio['of_best']:.2f}]", flush=True)
+    write("descriptors", {"blocks": blocks, "regions": regions, "page_bytes": page_bytes, "rows": rows})

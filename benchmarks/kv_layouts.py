@@ -1,7 +1,5 @@
 """Runs of one transfer in vLLM's KV cache layouts, for four models.
 
-    python -m benchmarks.kv_layouts [--tokens 16000]
-
 vLLM's own code lays the caches out, without memory (torch's ``meta`` device). Counts are those of
 the producer rank with most runs. In a fresh pool, blocks are consecutive; in a fragmented one, they
 are a random permutation.
@@ -9,9 +7,9 @@ are a random permutation.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -105,27 +103,16 @@ def count_runs(
     return most
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16000)
-    tokens = parser.parse_args().tokens
+def main(*, tokens: int = 16000) -> None:
     rows = []
     print("model          TP      block  pool            LBHNC    BLHNC    BHLNC")
-    for model in MODELS:
-        for tp_pair in TP_PAIRS:
-            for block_tokens in (16, 128):
-                for fresh in (True, False):
-                    shape = (model, tp_pair, block_tokens)
-                    counts = {
-                        layout.name: count_runs(*shape, layout, tokens, fresh)
-                        for layout in (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC)
-                    }
-                    pool = "fresh" if fresh else "fragmented"
-                    rows.append({"model": model, "tp": tp_pair, "block_tokens": block_tokens, "pool": pool} | counts)
-                    cells = "  ".join(f"{count:7,}" for count in counts.values())
-                    print(f"{model:13}  {tp_pair[0]} -> {tp_pair[1]}  {block_tokens:5}  {pool:12}  {cells}", flush=True)
-    print(f"written to {write('kv_layouts', {'tokens': tokens, 'rows': rows})}")
-
-
-if __name__ == "__main__":
-    main()
+    for model, tp_pair, block_tokens, fresh in product(MODELS, TP_PAIRS, (16, 128), (True, False)):
+        counts = {
+            layout.name: count_runs(model, tp_pair, block_tokens, layout, tokens, fresh)
+            for layout in (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC)
+        }
+        pool = "fresh" if fresh else "fragmented"
+        rows.append({"model": model, "tp": tp_pair, "block_tokens": block_tokens, "pool": pool} | counts)
+        cells = "  ".join(f"{count:7,}" for count in counts.values())
+        print(f"{model:13}  {tp_pair[0]} -> {tp_pair[1]}  {block_tokens:5}  {pool:12}  {cells}", flush=True)
+    write("kv_layouts", {"tokens": tokens, "rows": rows})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ class Namespace:
     name: str
     address: str = "10.209.0.2"
     outside: str = "10.209.0.1"
+
+    def address_of(self, role: str) -> str:
+        """Return the address of the host of prefill engines, or of decode engines."""
+        return self.address if role == "kv_producer" else self.outside
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -52,6 +57,14 @@ class Namespace:
                 yield
             finally:
                 _call("setns", network.fileno(), _CLONE_NEWNET)
+
+
+def bits_a_second(rate: str) -> float:
+    """Parse ``800mbit``, in tc's notation. Raises SystemExit for other notations."""
+    match = re.fullmatch(r"(\d+)(k|m|g)bit", rate)
+    if match is None:
+        raise SystemExit(f"rate {rate!r}: write a number and kbit, mbit or gbit, as for tc")
+    return int(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
 
 
 @contextlib.contextmanager

@@ -1,19 +1,16 @@
 """A producer and a consumer process on one fabric, for benchmarks of the layers below vLLM.
 
-Both run NIXL agents as the connector's workers do. The consumer does what an idle worker's progress
-thread does during a transfer: it polls for notifications, then pauses for ``rest_s``. The parent
-sends the producer one command at a time, so several pairs (of different settings) can alternate on
-one machine.
+Both run NIXL agents as the connector's workers do. The parent sends each process one command at a
+time, so several pairs (of different settings) can alternate on one machine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,16 +25,11 @@ ANSWER_S = 600.0
 REST_S = 0.001
 
 
-@dataclass(frozen=True)
-class Fabric:
-    """A fabric. ``environment`` has UCX's variables."""
-
-    name: str
-    environment: Mapping[str, str]
-
-
-SHARED_MEMORY = Fabric("shared memory", {"UCX_NET_DEVICES": "lo"})
-TCP_LOOPBACK = Fabric("TCP loopback", {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"})
+FABRICS = {
+    "shared memory": {"UCX_NET_DEVICES": "lo"},
+    "TCP loopback": {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"},
+}
+"""Variables of UCX by the fabric's name."""
 
 
 class Side:
@@ -62,119 +54,112 @@ class Side:
         """Return the content of the named blocks of all layers, in order."""
         return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self.memory[:, ids]).data)
 
+    def close(self) -> None:
+        self.transport.close()
 
-def enter(fabric: Fabric, environment: Mapping[str, str]) -> None:
-    """Select the fabric for this process. Call before the import of NIXL."""
-    os.environ.update(fabric.environment)
+
+class Agent:
+    """A NIXL agent as vLLM's connector creates it, over the memory of a ``Side``."""
+
+    def __init__(self, name: str, side: Side) -> None:
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self.nixl = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        regions = [(r.address, r.length_bytes, 0, "") for r in side.regions]
+        self._registered = self.nixl.register_memory(regions, "DRAM")
+
+    def add_peer(self, metadata: bytes) -> str:
+        peer = self.nixl.add_remote_agent(metadata)
+        return peer.decode() if isinstance(peer, bytes) else peer
+
+    def close(self) -> None:
+        self.nixl.deregister_memory(self._registered)
+
+
+class Target(Side):
+    """Consumer's end: does what an idle worker's progress thread does during a transfer."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__(f"consumer-{os.getpid()}-{shape[0]}", *shape)
+        self.made = self.transport.metadata(), self.layout
+
+    def idle(self) -> None:
+        self.transport.notifications()
+
+    def digest(self, ids: Ints) -> str:
+        """Return the digest of the received bytes, and clear them for the next transfer."""
+        found = super().digest(ids)
+        self.memory[:] = 0
+        return found
+
+
+def work(make: Callable[..., Any], rest_s: float, pipe: Connection, environment: Mapping[str, str]) -> None:
+    """Run one process: ``new`` creates its end and answers with ``end.made``; other commands are
+    the end's methods. Between commands call its ``idle``, if it has one, every ``rest_s``.
+    """
+    # before the import of NIXL, which reads them
     os.environ.update(environment)
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-
-
-def consume(rest_s: float, pipe: Connection, fabric: Fabric, environment: Mapping[str, str]) -> None:
-    """Consumer process: creates a cache of any requested shape, and runs its progress thread."""
-    enter(fabric, environment)
-    side: Side | None = None
-    while True:
-        if side is not None and not pipe.poll(rest_s):
-            side.transport.notifications()
-            continue
-        word, *arguments = pipe.recv()
-        if word == "stop":
-            break
-        if word == "shape":
-            if side is not None:
-                side.transport.close()
-            side = Side(f"consumer-{os.getpid()}-{arguments[0]}", *arguments)
-            pipe.send((side.transport.metadata(), side.layout))
-        elif word == "digest":
-            assert side is not None
-            found = side.digest(arguments[0])
-            # Before the answer: the producer may write here as soon as it has it.
-            side.memory[:] = 0
-            pipe.send(found)
-    if side is not None:
-        side.transport.close()
-
-
-def produce(make: Callable[..., Any], pipe: Connection, fabric: Fabric, environment: Mapping[str, str]) -> None:
-    """Producer process: ``shape`` creates its end and answers with ``end.shaped``; other
-    commands are its methods.
-    """
-    enter(fabric, environment)
     end: Any = None
     while True:
+        if hasattr(end, "idle") and not pipe.poll(rest_s):
+            end.idle()
+            continue
         word, *arguments = pipe.recv()
-        if word in ("stop", "shape") and end is not None:
+        if word in ("new", "stop") and end is not None:
             end.close()
             end = None
         if word == "stop":
             return
-        if word == "shape":
+        if word == "new":
             end = make(*arguments)
-            pipe.send(end.shaped)
+            pipe.send(end.made)
         else:
             pipe.send(getattr(end, word)(*arguments))
 
 
-class Pair:
-    """Start two processes.
+class End:
+    """A process that makes an end and answers commands."""
 
-    ``producer`` takes ``(pipe, fabric, environment)``, can be pickled and answers commands. So does
-    ``consumer``, unless it is ``consume`` with a pause of ``rest_s``.
-    """
+    def __init__(self, make: Callable[..., Any], rest_s: float, environment: Mapping[str, str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=work, args=(make, rest_s, theirs, environment))
+        self._process.start()
+
+    def ask(self, *command: Any) -> Any:
+        """Return the answer to a command."""
+        self._pipe.send(command)
+        if not self._pipe.poll(ANSWER_S):
+            raise TimeoutError(f"{command[0]} took longer than {ANSWER_S:g} s")
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"a process of the pair ended during {command[0]!r}") from None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._pipe.send(("stop",))
+        self._process.join(20)
+        self._process.kill()
+
+
+class Pair:
+    """Two processes; ``make``, which can be pickled, creates the producer's end."""
 
     def __init__(
         self,
-        fabric: Fabric,
-        producer: Any,
+        make: Callable[..., Any],
+        fabric: str = "shared memory",
         environment: Mapping[str, str] | None = None,
         rest_s: float = REST_S,
-        consumer: Any = None,
     ) -> None:
-        settings = dict(environment or {})
-        context = multiprocessing.get_context("spawn")
-        self._producer, theirs = context.Pipe()
-        self._consumer, others = context.Pipe()
-        self._processes = [
-            context.Process(target=producer, args=(theirs, fabric, settings)),
-            context.Process(target=consumer or functools.partial(consume, rest_s), args=(others, fabric, settings)),
-        ]
-        for process in self._processes:
-            process.start()
+        variables = FABRICS[fabric] | dict(environment or {})
+        self.producer, self.consumer = (End(one, rest_s, variables) for one in (make, Target))
 
-    def ask(self, *command: Any) -> Any:
-        """Return the producer's answer to a command."""
-        return _answer(self._producer, self._processes[0], command)
+    def __enter__(self) -> Pair:
+        return self
 
-    def tell(self, *command: Any) -> None:
-        """Send the producer a command; ``hear`` reads its answer later."""
-        self._producer.send(command)
-
-    def hear(self) -> Any:
-        """Return the producer's answer to the last command."""
-        return _hear(self._producer, self._processes[0], "an answer")
-
-    def ask_consumer(self, *command: Any) -> Any:
-        return _answer(self._consumer, self._processes[1], command)
-
-    def close(self) -> None:
-        for pipe in (self._producer, self._consumer):
-            with contextlib.suppress(OSError):
-                pipe.send(("stop",))
-        for process in self._processes:
-            process.join(20)
-            process.kill()
-
-
-def _answer(pipe: Connection, process: Any, command: tuple[Any, ...]) -> Any:
-    pipe.send(command)
-    return _hear(pipe, process, command[0])
-
-
-def _hear(pipe: Connection, process: Any, what: str) -> Any:
-    if not pipe.poll(ANSWER_S):
-        raise TimeoutError(f"{what} took longer than {ANSWER_S:g} s")
-    try:
-        return pipe.recv()
-    except EOFError:
-        raise RuntimeError(f"a process of the pair ended during {what!r}") from None
+    def __exit__(self, *error: object) -> None:
+        self.producer.close()
+        self.consumer.close()

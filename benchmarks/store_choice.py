@@ -1,13 +1,10 @@
 """TTFT of prompts with a stored prefix over links and disks of several rates, by decision.
 
-    python -m benchmarks.store_choice [--rounds 6] [--links 200mbit,800mbit,4gbit]
-        [--disks 1000,120,40]  (root)
-
 Prefill engines run in a network namespace, decode engines outside of it (``benchmarks.link``). Each
 engine has a store of its own with the first 768 of a prompt's 968 tokens, on a disk whose reads are
-limited to a rate in MB/s (``benchmarks.slow_disk``). Two pairs: in one the store decides, in the
-other each request has a fixed decision. Requests are interleaved, with the other pair's processes
-stopped:
+limited to a rate in MB/s (``benchmarks.slow_disk``; DISKS from fast to slow). Two pairs: in one the
+store decides, in the other each request has a fixed decision. Requests are interleaved, with the
+other pair's processes stopped:
 
     transfer          prefill computes the prompt and sends its KV
     prefill loads     prefill loads the prefix, computes the rest and sends all KV
@@ -26,35 +23,30 @@ before it is measured. TTFT is a client's, without router and HTTP.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
 import multiprocessing
 import random
 import tempfile
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from vllm import SamplingParams, TokensPrompt
-from vllm.config import KVTransferConfig
-from vllm.v1.engine.async_llm import AsyncLLM
-
-from benchmarks.link import SETTLES_S, bits_a_second
-from benchmarks.namespace import Namespace, namespace
-from benchmarks.report import summary, write
+from benchmarks.engines import Side, random_prompt, start_arms, start_side, together, transfer_config
+from benchmarks.link import SETTLES_S
+from benchmarks.namespace import Namespace, bits_a_second, namespace
+from benchmarks.report import spread, summary, turns, write
 from benchmarks.slow_disk import RATE_VARIABLE
-from testing.engines import describe, start_engine
-from testing.models import VOCABULARY, wide_llama
-from testing.processes import Arm, children, environment, own_cores, pin
+from testing.engines import describe
+from testing.legs import leg
+from testing.models import wide_llama
+from testing.processes import Arm, environment
 
 CHUNK, STORED_TOKENS, NEW_TOKENS, PROMPTS = 256, 768, 200, 2
 WARM_UP = 8
-REQUEST_S = 120.0
 FAST_DISK = "1e12"
 KINDS: dict[str, dict[str, tuple[str, str] | str]] = {
     # Mode of the prefill and the decode leg, or of a request without a transfer.
@@ -70,125 +62,60 @@ KINDS: dict[str, dict[str, tuple[str, str] | str]] = {
 AUTOMATIC = ("auto", "auto local")
 
 
-async def first_token_s(engine: AsyncLLM, mode: str, prompt: list[int], transfer: dict[str, Any] | None) -> float:
-    """Return the time of the first token, on ``time.monotonic``."""
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        detokenize=False,
-        extra_args={"kv_transfer_params": transfer} if transfer else None,
-    )
-    at = 0.0
-    async for _ in engine.generate(TokensPrompt(prompt_token_ids=prompt), params, f"{mode}-{uuid.uuid4().hex}"):
-        at = at or time.monotonic()
-    return at
+DECISIONS = {decision: modes for kind in KINDS.values() for decision, modes in kind.items()}
 
 
-class Pair:
-    """An arm, and the address of its prefill engine."""
-
-    def __init__(self, arm: Arm) -> None:
-        self.arm = arm
-        self.address: dict[str, Any] = {}
-
-    async def ttft_ms(self, modes: tuple[str, str] | str, prompt: list[int]) -> float:
-        """Send a prompt. The arm must be awake."""
-        began = time.monotonic()
-        if isinstance(modes, str):
-            ended = await first_token_s(self.arm.decode, modes, prompt, None)
-        else:
-            transfer_id = uuid.uuid4().hex
-            produce = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-            consume = self.address | {"transfer_id": transfer_id}
-            _, ended = await asyncio.gather(
-                first_token_s(self.arm.prefill, modes[0], prompt, produce),
-                first_token_s(self.arm.decode, modes[1], prompt, consume),
-            )
-        await asyncio.sleep(SETTLES_S)
-        return 1e3 * (ended - began)
-
-
-def start_side(role: str, model: str, place: Namespace, folder: Path) -> tuple[AsyncLLM, set[int]]:
-    """Start an engine, prefill inside the namespace; return it and its processes."""
-    before, cores, inside = children(), own_cores(), role == "kv_producer"
-    address = place.address if inside else place.outside
+def start_store_side(role: str, model: str, place: Namespace, folder: Path) -> Side:
     store = {"path": str(folder / role), "disk_gib": 4.0, "chunk_tokens": CHUNK, "lookup_s": 0.2, "load_s": 30.0}
-    transfer = KVTransferConfig(
-        kv_connector="SlowDiskConnector",
-        kv_connector_module_path="benchmarks.slow_disk",
-        kv_role=role,
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"side_channel_host": address, "store": store},
-    )
-    with environment({"UCX_TLS": "tcp,self"}), place.entered() if inside else contextlib.nullcontext():
-        engine = start_engine(
-            model, 1, None, kv_transfer_config=transfer, max_num_batched_tokens=CHUNK, num_gpu_blocks_override=256
-        )
-    pids = children() - before
-    pin(pids, (cores[:-1] or cores) if inside else cores[-1:])
-    return engine, pids
-
-
-@contextlib.contextmanager
-def running_pairs(model: str, place: Namespace, folder: Path) -> Iterator[dict[str, Pair]]:
-    """Start the two pairs; engines outside the namespace first (``benchmarks.link``)."""
-    engines: list[AsyncLLM] = []
-    pairs: dict[str, Pair] = {}
-    try:
-        sides = {}
-        for role in ("kv_consumer", "kv_producer"):
-            for name in ("auto", "fixed"):
-                sides[name, role] = start_side(role, model, place, folder / name)
-                engines.append(sides[name, role][0])
-        for name in ("auto", "fixed"):
-            (prefill, inside), (decode, outside) = sides[name, "kv_producer"], sides[name, "kv_consumer"]
-            pairs[name] = Pair(Arm(sorted(inside | outside), name, prefill, decode))
-        yield pairs
-    finally:
-        for pair in pairs.values():
-            pair.arm.wake()
-        for engine in engines:
-            engine.shutdown()
+    address = place.address_of(role)
+    transfer = transfer_config(role, "SlowDiskConnector", side_channel_host=address, store=store)
+    return start_side(model, transfer, place, max_num_batched_tokens=CHUNK, num_gpu_blocks_override=256)
 
 
 class Bench:
-    """Both pairs, and a file with the disks' rate."""
+    """Both pairs with the addresses of their prefill engines, and a file with the disks' rate."""
 
-    def __init__(self, pairs: dict[str, Pair], rate: Path) -> None:
-        self._pairs = pairs
-        self._rate = rate
+    def __init__(self, pairs: dict[str, Arm], rate: Path) -> None:
+        self._pairs, self._rate = pairs, rate
+        self._addresses: dict[str, dict[str, Any]] = {}
         self._dice = random.Random(0)
-        self._prefixes = [[self._dice.randrange(4, VOCABULARY) for _ in range(STORED_TOKENS)] for _ in range(PROMPTS)]
+        self._prefixes = [random_prompt(self._dice, STORED_TOKENS) for _ in range(PROMPTS)]
 
     async def fill(self) -> None:
-        """Learn the addresses, and store the prefixes on all engines."""
-        for pair in self._pairs.values():
-            pair.arm.sleep()
-        for pair in self._pairs.values():
-            with pair.arm.awake():
-                pair.address = await describe(pair.arm.prefill)
+        for name, pair in self._pairs.items():
+            with pair.awake():
+                self._addresses[name] = await describe(pair.prefill)
                 for prefix in self._prefixes:
-                    await asyncio.wait_for(pair.ttft_ms("auto", [*prefix, 3]), REQUEST_S)
-                    await asyncio.wait_for(pair.ttft_ms(("auto", "auto"), [*prefix, 3]), REQUEST_S)
+                    for decision in ("auto local", "auto"):
+                        await self._ttft_ms(name, decision, [*prefix, 3])
                 await asyncio.sleep(3.0)
 
-    async def ask(self, decision: str, modes: tuple[str, str] | str) -> float:
-        prompt = self._dice.choice(self._prefixes) + [self._dice.randrange(4, VOCABULARY) for _ in range(NEW_TOKENS)]
-        pair = self._pairs["auto" if decision in AUTOMATIC else "fixed"]
-        with pair.arm.awake():
-            return await asyncio.wait_for(pair.ttft_ms(modes, prompt), REQUEST_S)
+    async def ask(self, decision: str) -> float:
+        """Return the milliseconds to the first token of a new prompt with a stored prefix."""
+        name = "auto" if decision in AUTOMATIC else "fixed"
+        prompt = self._dice.choice(self._prefixes) + random_prompt(self._dice, NEW_TOKENS)
+        with self._pairs[name].awake():
+            return await self._ttft_ms(name, decision, prompt)
+
+    async def _ttft_ms(self, name: str, decision: str, prompt: list[int]) -> float:
+        modes, pair = DECISIONS[decision], self._pairs[name]
+        began = time.monotonic()
+        if isinstance(modes, str):
+            decode = await leg(pair.decode, prompt, 1, None, f"{modes}-{uuid.uuid4().hex}")
+        else:
+            _, decode = await together(pair, self._addresses[name], prompt, 1, modes)
+        await asyncio.sleep(SETTLES_S)
+        return 1e3 * (decode.first_token_at - began)
 
     async def cell(self, disk_mb_s: float, rounds: int) -> dict[str, Any]:
         """Measure all decisions with one disk rate."""
         self._rate.write_text(str(disk_mb_s * 1e6))
-        decisions = {decision: modes for kind in KINDS.values() for decision, modes in kind.items()}
         for _ in range(WARM_UP):
             for decision in AUTOMATIC:
-                await self.ask(decision, decisions[decision])
+                await self.ask(decision)
         found: dict[str, list[float]] = defaultdict(list)
-        for _ in range(rounds):
-            for decision in self._dice.sample(sorted(decisions), len(decisions)):
-                found[decision].append(await self.ask(decision, decisions[decision]))
+        for _, decision, _ in turns(list(DECISIONS), rounds, warm_up=0):
+            found[decision].append(await self.ask(decision))
         row: dict[str, Any] = {"disk_mb_s": disk_mb_s}
         for kind, of_kind in KINDS.items():
             times = {decision: summary(found[decision]) for decision in of_kind}
@@ -204,17 +131,16 @@ class Bench:
         return row
 
 
-async def measure(link: str, model: str, folder: Path, disks: list[float], rounds: int) -> list[dict[str, Any]]:
-    """Measure one link."""
+async def measure(link: str, model: str, folder: Path, disks: tuple[float, ...], rounds: int) -> list[dict[str, Any]]:
     rows = []
     rate = folder / f"rate-{link}"
     rate.write_text(FAST_DISK)
-    with (
-        environment({RATE_VARIABLE: str(rate)}),
-        namespace(link) as place,
-        running_pairs(model, place, folder / link) as pairs,
-    ):
-        bench = Bench(pairs, rate)
+    with environment({RATE_VARIABLE: str(rate)}), namespace(link) as place, ExitStack() as stack:
+
+        def start(name: str, role: str) -> Side:
+            return start_store_side(role, model, place, folder / link / name)
+
+        bench = Bench(start_arms(stack, ("auto", "fixed"), start), rate)
         await bench.fill()
         for disk in disks:
             rows.append({"link": link, **await bench.cell(disk, rounds)})
@@ -222,48 +148,41 @@ async def measure(link: str, model: str, folder: Path, disks: list[float], round
     return rows
 
 
-def measure_link(link: str, model: str, folder: Path, disks: list[float], rounds: int) -> list[dict[str, Any]]:
+def measure_link(*arguments: Any) -> list[dict[str, Any]]:
     """Measure one link in a process of its own, which can enter only one namespace.
 
     Its /sys stays that of the namespace (``Namespace.entered``).
     """
-    return asyncio.run(measure(link, model, folder, disks, rounds))
+    return asyncio.run(measure(*arguments))
 
 
 def show(row: dict[str, Any]) -> None:
     for kind in KINDS:
         medians = ", ".join(f"{name} {times['median']:.0f}" for name, times in row[kind]["ttft_ms"].items())
-        spread = row[kind]["paired_regret"]
         print(
             f"link {row['link']}, disk {row['disk_mb_s']:g} MB/s: {medians} ms; best {row[kind]['best']}, "
-            f"regret {row[kind]['regret']:.2f} ({spread['q1']:.2f} to {spread['q3']:.2f})",
+            f"regret {row[kind]['regret']:.2f}; paired {spread(row[kind]['paired_regret'])}",
             flush=True,
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--links", default="200mbit,800mbit,4gbit")
-    parser.add_argument("--disks", default="1000,120,40", help="rates of the disks in MB/s, from fast to slow")
-    arguments = parser.parse_args()
-    links = arguments.links.split(",")
+def main(
+    *,
+    rounds: int = 6,
+    links: tuple[str, ...] = ("200mbit", "800mbit", "4gbit"),
+    disks: tuple[float, ...] = (1000.0, 120.0, 40.0),
+) -> None:
     for link in links:
         bits_a_second(link)
-    disks = [float(disk) for disk in arguments.disks.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         model = wide_llama(Path(folder) / "model")
         token_bytes = model.shape["token_bytes_a_layer"] * model.shape["full_layers"]
-        document = {"rounds": arguments.rounds, "stored_bytes": STORED_TOKENS * token_bytes, "rows": []}
+        document: dict[str, Any] = {"rounds": rounds, "stored_bytes": STORED_TOKENS * token_bytes, "rows": []}
         for link in links:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                task = process.submit(measure_link, link, model.path, Path(folder), disks, arguments.rounds)
+                task = process.submit(measure_link, link, model.path, Path(folder), disks, rounds)
                 document["rows"] += task.result()
     regrets = [row[kind]["regret"] for row in document["rows"] for kind in KINDS]
     document["mean_regret"], document["largest_regret"] = sum(regrets) / len(regrets), max(regrets)
     print(f"regret: mean {document['mean_regret']:.3f}, largest {document['largest_regret']:.3f}")
-    print("\nwritten:", write("store_choice", document))
-
-
-if __name__ == "__main__":
-    main()
+    write("store_choice", document)

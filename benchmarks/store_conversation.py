@@ -1,7 +1,5 @@
 """Compare the TTFT of a conversation's eighth turn with a KV store and without one.
 
-    python -m benchmarks.store --only conversation
-
 There are two arms. Each has a prefill and a decode engine with TandemConnector and vLLM's prefix
 cache; one arm also has a store. Both hold the same conversations: each turn sends all text so far
 and 150 new tokens, and receives 200 tokens. Turns one to seven of all conversations run
@@ -21,19 +19,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-import uuid
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm.config import KVTransferConfig
-
+from benchmarks.engines import Side, random_prompt, start_arms, start_side, together, transfer_config
 from benchmarks.report import ratios, summary
-from testing import fork_server
-from testing.engines import describe, start_engine
-from testing.legs import leg
-from testing.models import VOCABULARY
-from testing.processes import Arm, children, free_cores
+from testing.engines import describe
+from testing.processes import Arm
 
 TURNS, NEW_TOKENS, ANSWER_TOKENS = 8, 150, 200
 LAST_ANSWER_TOKENS = 8
@@ -43,7 +37,6 @@ CONVERSATION_BLOCKS = 6 * TURNS * (NEW_TOKENS + ANSWER_TOKENS) // BLOCK
 SETTLES_S = 3.0
 """Time in which the engines store the KV of the first seven turns."""
 PAUSE_S = 0.4
-TURN_S = 300.0
 RESET_S = 10.0
 
 
@@ -60,7 +53,7 @@ class Conversation:
 
 
 @dataclass
-class Side:
+class Conversations:
     """An arm and its conversations of one series."""
 
     arm: Arm
@@ -70,16 +63,8 @@ class Side:
     async def take_turn(self, each: Conversation, new: list[int], answer_tokens: int) -> None:
         """Send a turn of one conversation. The arm must be awake."""
         prompt = each.tokens + new
-        transfer_id = uuid.uuid4().hex
-        produce = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
         began = time.monotonic()
-        prefill, decode = await asyncio.wait_for(
-            asyncio.gather(
-                leg(self.arm.prefill, prompt, 1, produce),
-                leg(self.arm.decode, prompt, answer_tokens, self.address | {"transfer_id": transfer_id}),
-            ),
-            TURN_S,
-        )
+        prefill, decode = await together(self.arm, self.address, prompt, answer_tokens)
         each.tokens = prompt + list(decode.output.outputs[0].token_ids)
         each.ttft_s, each.cached = decode.first_token_at - began, prefill.output.num_cached_tokens or 0
 
@@ -96,7 +81,6 @@ class Side:
             await asyncio.sleep(SETTLES_S)
 
     async def take_last_turn(self, number: int, new: list[int], evicted: bool) -> None:
-        """Measure the last turn of one conversation."""
         with self.arm.awake():
             if evicted:
                 await self._empty_caches()
@@ -112,9 +96,9 @@ class Side:
                 await asyncio.sleep(0.05)
 
 
-async def series(sides: dict[str, Side], count: int, evicted: bool, dice: random.Random) -> dict[str, Any]:
+async def series(sides: dict[str, Conversations], count: int, evicted: bool, dice: random.Random) -> dict[str, Any]:
     """Hold ``count`` conversations in both arms; return a comparison of their last turns."""
-    news = [[[dice.randrange(4, VOCABULARY) for _ in range(NEW_TOKENS)] for _ in range(count)] for _ in range(TURNS)]
+    news = [[random_prompt(dice, NEW_TOKENS) for _ in range(count)] for _ in range(TURNS)]
     for side in sides.values():
         await side.take_turns(news)
     for number, new in enumerate(news[-1]):
@@ -132,54 +116,20 @@ async def series(sides: dict[str, Side], count: int, evicted: bool, dice: random
     }
 
 
-def start_arm(name: str, model: str, store: dict[str, Any], count: int) -> Arm:
-    """Start a pair with prefix caches for ``count`` conversations.
-
-    ``store``  settings of its store; empty: the pair has none
-    """
-    before = children()
-    engines = [
-        start_engine(
-            model,
-            1,
-            None,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="TandemConnector",
-                kv_connector_module_path="connectors.vllm_hma.connector",
-                kv_role=role,
-                kv_load_failure_policy="recompute",
-                kv_connector_extra_config={"store": store} if store else {},
-            ),
-            block_size=BLOCK,
-            max_num_batched_tokens=CHUNK,
-            max_num_seqs=count,
-            enable_prefix_caching=True,
-            num_gpu_blocks_override=count * CONVERSATION_BLOCKS,
-        )
-        for role in ("kv_producer", "kv_consumer")
-    ]
-    pids = sorted(children() - before)
-    free_cores(pids)
-    return Arm(pids, name, *engines)
-
-
-async def _measure(model: str, path: Path, count: int) -> dict[str, Any]:
-    dice = random.Random(5)
-    store = {"path": str(path), "disk_gib": 4.0, "chunk_tokens": CHUNK}
-    arms: list[Arm] = []
-    try:
-        for name, settings in (("store", store), ("none", {})):
-            arms.append(start_arm(name, model, settings, count))
-        sides = {arm.name: Side(arm, await describe(arm.prefill)) for arm in arms}
-        for arm in arms:
-            arm.sleep()
-        return {label: await series(sides, count, label == "evicted", dice) for label in ("evicted", "kept")}
-    finally:
-        for arm in arms:
-            arm.shutdown()
-
-
-def conversation(model: str, folder: Path, count: int) -> dict[str, Any]:
+async def conversation(model: str, folder: Path, count: int) -> dict[str, Any]:
     """Measure ``count`` conversations in each arm, with evicted and with kept prefix caches."""
-    fork_server.prepare()
-    return asyncio.run(_measure(model, folder / "conversation", count))
+    dice = random.Random(5)
+    settings: dict[str, Any] = {"store": {"path": str(folder / "conversation"), "disk_gib": 4.0, "chunk_tokens": CHUNK}}
+    engine: dict[str, Any] = {"block_size": BLOCK, "max_num_batched_tokens": CHUNK, "max_num_seqs": count}
+    engine |= {"enable_prefix_caching": True, "num_gpu_blocks_override": count * CONVERSATION_BLOCKS}
+
+    def start(name: str, role: str) -> Side:
+        transfer = transfer_config(role, **(settings if name == "store" else {}))
+        return start_side(model, transfer, pinned=False, **engine)
+
+    sides = {}
+    with ExitStack() as stack:
+        for name, arm in start_arms(stack, ("store", "none"), start).items():
+            with arm.awake():
+                sides[name] = Conversations(arm, await describe(arm.prefill))
+        return {label: await series(sides, count, label == "evicted", dice) for label in ("evicted", "kept")}

@@ -1,9 +1,5 @@
 """Compare Tandem's transfers with raw NIXL, which moves the same bytes as one list, and a memcpy.
 
-    python -m benchmarks.transfer [--mib 64] [--rounds 9] [--fabrics shm,tcp]
-        [--runs 4,16,64,256,1024] [--settings "" "UCX_A=1 UCX_B=2" ...] [--rest-ms 1]
-        [--name transfer]
-
 A producer and a consumer process. Each round moves the same scattered pages of 8 layers three
 times, in turn:
 
@@ -15,32 +11,34 @@ memcpy  libc's memmove of the same list inside the producer, in a compiled loop
 
 Ratios are speeds. Ours over raw is our cost; the other two are the cost of the transport. Each
 ratio is that of the medians, then the quartiles of paired rounds, then in square brackets that of
-the best of each, which a busy machine disturbs least. With several ``--settings`` (environment
-variables of both processes, and ``rest_ms``, the consumer's pause between polls for messages) every
-round measures one pair for each, and ``over_first`` compares them.
+the best of each, which a busy machine disturbs least. RUNS are in KiB. With several SETTINGS
+(``UCX_A=1 rest_ms=2;UCX_A=2``: environment variables of both processes, and the consumer's pause
+between polls for messages) every round measures one pair for each, and ``over_first`` compares
+them.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import ctypes
 import os
-import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import ExitStack
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from benchmarks.pair import HOST, REST_S, SHARED_MEMORY, TCP_LOOPBACK, Pair, Side, produce
+from benchmarks.pair import HOST, REST_S, Agent, Pair, Side
+from benchmarks.report import ratios, spread, summary, turns, write
 from connectors.planning.blocks import Ints
 from connectors.planning.descriptors import Moves, build_runs
 from connectors.planning.plan import plan_pair
 
 LAYERS = 8
 ARMS = ("ours", "raw", "memcpy")
+FABRICS = {"shm": "shared memory", "tcp": "TCP loopback"}
 
 
 def scattered(rng: np.random.Generator, blocks: int, count: int) -> Ints:
@@ -52,8 +50,6 @@ class Bench:
     """Producer of one run length."""
 
     def __init__(self, run_bytes: int, blocks: int, ids: tuple[Ints, Ints], consumer: tuple[bytes, Any]) -> None:
-        from nixl._api import nixl_agent, nixl_agent_config
-
         self.side = Side(f"producer-{os.getpid()}-{run_bytes}", run_bytes, blocks, LAYERS)
         rng = np.random.default_rng(run_bytes)
         self.side.memory[:] = rng.integers(0, 256, self.side.memory.shape, np.uint8)
@@ -65,12 +61,8 @@ class Bench:
         self.peer = self.side.transport.add_peer(metadata)
 
         runs = build_runs(self.plan, [self.moves])
-        self.raw = nixl_agent(
-            f"raw-{os.getpid()}-{run_bytes}", nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        )
-        self.registered = self.raw.register_memory(
-            [(r.address, r.length_bytes, 0, "") for r in self.side.regions], "DRAM"
-        )
+        self.agent = Agent(f"raw-{os.getpid()}-{run_bytes}", self.side)
+        self.raw = self.agent.nixl
         self.raw.add_remote_agent(metadata)
         local, remote = (
             self.raw.get_xfer_descs(np.stack([at, runs.length, np.zeros_like(at)], 1).astype(np.uint64), "DRAM")
@@ -84,7 +76,7 @@ class Bench:
         self.move_list = compiled_memmove()
         self.move_list(*(column[:1] for column in self.list))
 
-        self.shaped = len(runs)
+        self.made = len(runs)
 
     def digest(self) -> str:
         """Return the digest of the bytes to move."""
@@ -118,8 +110,8 @@ class Bench:
 
     def close(self) -> None:
         self.ready.release()
-        self.raw.deregister_memory(self.registered)
-        self.side.transport.close()
+        self.agent.close()
+        self.side.close()
 
 
 def compiled_memmove() -> Callable[[Ints, Ints, Ints], None]:
@@ -147,43 +139,31 @@ def shape(pair: Pair, run_bytes: int, total_bytes: int) -> int:
     blocks = 2 * count + 2
     rng = np.random.default_rng(run_bytes)
     ids = (scattered(rng, blocks, count), scattered(rng, blocks, count))
-    consumer = pair.ask_consumer("shape", run_bytes, blocks, LAYERS)
-    runs: int = pair.ask("shape", run_bytes, blocks, ids, consumer)
+    consumer = pair.consumer.ask("new", run_bytes, blocks, LAYERS)
+    runs: int = pair.producer.ask("new", run_bytes, blocks, ids, consumer)
     for arm in ("ours", "raw"):
-        pair.ask("seconds", arm)
-        assert pair.ask_consumer("digest", ids[1]) == pair.ask("digest"), arm
+        pair.producer.ask("seconds", arm)
+        assert pair.consumer.ask("digest", ids[1]) == pair.producer.ask("digest"), arm
     return runs
 
 
 def measure(pairs: Mapping[str, Pair], kib: int, mib: int, rounds: int) -> list[dict[str, Any]]:
     """Measure all settings of one run length, interleaved."""
-    from benchmarks.report import summary
-
     runs = {name: shape(pair, kib << 10, mib << 20) for name, pair in pairs.items()}
-    seconds: dict[str, dict[str, list[float]]] = {name: {arm: [] for arm in ARMS} for name in pairs}
-    # In random order: the previous way determines the content of the caches.
-    rng = random.Random(kib)
-    for number in range(rounds + 1):
-        for name, pair in rng.sample(list(pairs.items()), len(pairs)):
-            for arm in rng.sample(ARMS, len(ARMS)):
-                took = pair.ask("seconds", arm)
-                if number:
-                    seconds[name][arm].append(took)
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for _, (name, arm), counted in turns(list(product(pairs, ARMS)), rounds):
+        took = pairs[name].producer.ask("seconds", arm)
+        if counted:
+            seconds[name, arm].append(took)
     rows = []
-    first = next(iter(seconds.values()))
-    for name, arms in seconds.items():
-        rows.append(
-            {
-                "run_kib": kib,
-                "settings": name,
-                "runs": runs[name],
-                "ms": {arm: summary([1e3 * t for t in arms[arm]]) for arm in ARMS},
-                "ours_over_raw": speedup(arms["ours"], arms["raw"]),
-                "raw_over_memcpy": speedup(arms["raw"], arms["memcpy"]),
-                "ours_over_memcpy": speedup(arms["ours"], arms["memcpy"]),
-                "over_first": speedup(arms["ours"], first["ours"]),
-            }
-        )
+    first = seconds[next(iter(pairs)), "ours"]
+    for name in pairs:
+        ours, raw, memcpy = (seconds[name, arm] for arm in ARMS)
+        row: dict[str, Any] = {"run_kib": kib, "settings": name, "runs": runs[name]}
+        row["ms"] = {arm: summary([1e3 * took for took in seconds[name, arm]]) for arm in ARMS}
+        row |= {"ours_over_raw": speedup(ours, raw), "raw_over_memcpy": speedup(raw, memcpy)}
+        row |= {"ours_over_memcpy": speedup(ours, memcpy), "over_first": speedup(ours, first)}
+        rows.append(row)
     return rows
 
 
@@ -191,60 +171,32 @@ def speedup(seconds: list[float], other: list[float]) -> dict[str, float]:
     """Return the speed-up over ``other``: of the medians, of the best of each, and the quartiles
     of paired rounds.
     """
-    from benchmarks.report import ratios
-
     return ratios(other, seconds) | {"of_best": min(other) / min(seconds)}
 
 
-def show(fabric: str, rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        columns = ("ours_over_raw", "raw_over_memcpy", "ours_over_memcpy", "over_first")
-        text = "   ".join(
-            f"{row[c]['of_medians']:5.2f} ({row[c]['q1']:.2f}-{row[c]['q3']:.2f}) [{row[c]['of_best']:.2f}]"
-            for c in columns
-        )
-        print(f"{fabric:20} {row['run_kib']:5} KiB  {text}  {row['settings']}", flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--fabrics", default="shm,tcp", help="of shm, tcp")
-    parser.add_argument("--runs", default="4,16,64,256,1024", help="KiB")
-    parser.add_argument("--settings", nargs="+", default=[""])
-    parser.add_argument("--rest-ms", type=float, default=1e3 * REST_S)
-    parser.add_argument("--name", default="transfer")
-    arguments = parser.parse_args()
+def main(
+    *,
+    mib: int = 64,
+    rounds: int = 9,
+    fabrics: tuple[str, ...] = ("shm", "tcp"),
+    runs: tuple[int, ...] = (4, 16, 64, 256, 1024),
+    settings: str = "",
+    rest_ms: float = 1e3 * REST_S,
+) -> None:
     found: dict[str, Any] = {}
-    for short in arguments.fabrics.split(","):
-        with contextlib.ExitStack() as stack:
-            fabric = {"shm": SHARED_MEMORY, "tcp": TCP_LOOPBACK}[short]
-            print(
-                f"{fabric.name:32} ours/raw            raw/memcpy           ours/memcpy          over first", flush=True
-            )
+    for fabric in (FABRICS[name] for name in fabrics):
+        with ExitStack() as stack:
             pairs = {}
-            for text in arguments.settings:
+            for text in settings.split(";"):
                 environment = dict(word.split("=", 1) for word in text.split())
-                rest_ms = float(environment.pop("rest_ms", arguments.rest_ms))
-                pairs[text or "default"] = Pair(fabric, partial(produce, Bench), environment, rest_ms / 1e3)
-                stack.callback(pairs[text or "default"].close)
-            found[fabric.name] = []
-            for kib in map(int, arguments.runs.split(",")):
-                rows = measure(pairs, kib, arguments.mib, arguments.rounds)
-                show(fabric.name, rows)
-                found[fabric.name] += rows
-    from benchmarks.report import write
-
-    document = {
-        "mib": arguments.mib,
-        "rounds": arguments.rounds,
-        "layers": LAYERS,
-        "rest_ms": arguments.rest_ms,
-        "rows": found,
-    }
-    print(f"written to {write(arguments.name, document)}")
-
-
-if __name__ == "__main__":
-    main()
+                rest_s = float(environment.pop("rest_ms", rest_ms)) / 1e3
+                pairs[text or "default"] = stack.enter_context(Pair(Bench, fabric, environment, rest_s))
+            found[fabric] = []
+            for kib in runs:
+                rows = measure(pairs, kib, mib, rounds)
+                for row in rows:
+                    columns = ("ours_over_raw", "raw_over_memcpy", "ours_over_memcpy", "over_first")
+                    text = ", ".join(f"{one} {spread(row[one])} [{row[one]['of_best']:.2f}]" for one in columns)
+                    print(f"{fabric} {kib:5} KiB  {row['settings']}  {text}", flush=True)
+                found[fabric] += rows
+    write("transfer", {"mib": mib, "rounds": rounds, "layers": LAYERS, "rest_ms": rest_ms, "rows": found})

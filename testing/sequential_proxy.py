@@ -11,12 +11,13 @@ server.
 from __future__ import annotations
 
 import argparse
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 PRODUCE: dict[str, Any] = {
     "do_remote_decode": True,
@@ -31,10 +32,21 @@ PRODUCE: dict[str, Any] = {
 
 def proxy(prefill_url: str, decode_url: str) -> FastAPI:
     app = FastAPI()
-    client = httpx.AsyncClient(timeout=120)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    client = httpx.AsyncClient(timeout=120, limits=limits)
+
+    async def stream(url: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        async with client.stream("POST", url, json=body) as response:
+            response.raise_for_status()
+            async for some in response.aiter_bytes():
+                yield some
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {}
 
     @app.post("/v1/{path:path}")
-    async def forward(path: str, request: Request) -> JSONResponse:
+    async def forward(path: str, request: Request) -> Response:
         body: dict[str, Any] = await request.json()
         first = body | {"max_tokens": 1, "stream": False, "kv_transfer_params": PRODUCE}
         if path == "chat/completions":
@@ -43,6 +55,8 @@ def proxy(prefill_url: str, decode_url: str) -> FastAPI:
         if answer.status_code != 200:
             return JSONResponse(answer.json(), answer.status_code)
         second = body | {"kv_transfer_params": answer.json()["kv_transfer_params"]}
+        if body.get("stream"):
+            return StreamingResponse(stream(f"{decode_url}/v1/{path}", second), media_type="text/event-stream")
         answer = await client.post(f"{decode_url}/v1/{path}", json=second)
         return JSONResponse(answer.json(), answer.status_code)
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 
+from app.doctor import Finding
 from app.doctor.configuration import check_config, check_kernels, check_readable, check_template
 from app.doctor.engines import check_engines
-from app.doctor.finding import Finding
 from app.doctor.machine import (
     check_gpus,
     check_home,

@@ -10,7 +10,7 @@ from typing import Any
 
 from actors.engine.arguments import engine_arguments
 from actors.engine.chat_template import REMEDY, renders_time
-from app.doctor.finding import Finding
+from app.doctor import Finding
 from app.run import check_model, read
 from configs.settings.base import ROLES, RoleName, SettingsError
 from configs.settings.service import ServiceSettings

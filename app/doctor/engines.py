@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from app.doctor.finding import Finding
+from app.doctor import Finding
 from app.start_screen import replicas_of
 from configs.settings.base import ROLES
 from configs.settings.service import ServiceSettings

@@ -16,7 +16,7 @@ from typing import Any
 from actors.engine.startup.gpu_defaults import SAMPLER, why_not_compiled
 from actors.process import open_files_of
 from actors.tls import TlsFiles, router_files, rpc_files
-from app.doctor.finding import Finding
+from app.doctor import Finding
 from app.http.http_server import proxies_refuse
 from app.installation import release_of
 from app.launch_environment import home_problem, ray_temporary_directory, shared_memory

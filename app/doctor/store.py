@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from app.doctor.finding import Finding
+from app.doctor import Finding
 from configs.settings.service import ServiceSettings
 from connectors.errors import ConfigurationError
 from connectors.store.tiers.marker import check_folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from app.doctor.finding import Finding
+from app.doctor import Finding
 from configs.settings.kv import TransferSettings
 from configs.settings.service import ServiceSettings
 from connectors.transport import selftest

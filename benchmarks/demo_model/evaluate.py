@@ -1,21 +1,17 @@
 """Measure the demo model's exact-match accuracy on held-out prompts.
 
-    python -m benchmarks.demo_model.evaluate
-
-Prints a table of the accuracy by form (completion or chat), prompt length, and position of the
+Prints the accuracy by form (completion or chat), prompt length, and position of the
 requested fact: within the sliding window or outside it. Exits 1 if the accuracy within it, outside
 it or over all prompts is below 99 %.
 """
 
-import argparse
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from app.demo.paths import MODEL_DIR
 from testing.facts import (
@@ -93,37 +89,6 @@ def held_out_cases(seed: int, per_row: int, window: int) -> Iterator[Case]:
                 yield Case(prompt, chat, is_within, bucket)
 
 
-def complete_with_transformers(
-    model_dir: Path, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]
-) -> list[str]:
-    """Complete each prompt greedily, one at a time, and return the texts without special tokens."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir)
-    completions = []
-    for ids in prompts:
-        inputs = torch.tensor([ids])
-        generated = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=MAX_NEW_TOKENS, do_sample=False
-        )
-        new_ids = generated[0, len(ids) :].tolist()
-        completions.append(text_of_ended(tokenizer, new_ids))
-    return completions
-
-
-def complete_with_vllm(model_dir: Path, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]) -> list[str]:
-    """Complete the prompts like `complete_with_transformers`, but batched in one vLLM engine."""
-    from vllm import LLM, SamplingParams
-
-    engine = LLM(str(model_dir), dtype="float32", enforce_eager=True, max_model_len=2048)
-    outputs = engine.generate(
-        [{"prompt_token_ids": ids} for ids in prompts],
-        SamplingParams(temperature=0, max_tokens=MAX_NEW_TOKENS),
-    )
-    return [text_of_ended(tokenizer, list(output.outputs[0].token_ids)) for output in outputs]
-
-
 def text_of_ended(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """Return the text of a completion's `ids`, with a mark that no answer has for a missing end
     token.
@@ -132,29 +97,18 @@ def text_of_ended(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True) + ("" if ended else " (runs on)")
 
 
-def main() -> None:
-    """Measure, print the table, and exit 1 if a total is below REQUIRED_ACCURACY."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=MODEL_DIR, help="checkpoint directory")
-    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the held-out prompts")
-    parser.add_argument("--per-row", type=int, default=30, help="prompts per row of the table")
-    parser.add_argument("--show", type=int, default=3, help="wrong answers to print")
-    arguments = parser.parse_args()
-
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    window = json.loads((arguments.model / "config.json").read_text())["sliding_window"]
-    cases = list(held_out_cases(arguments.seed, arguments.per_row, window))
-    complete = complete_with_vllm if arguments.engine == "vllm" else complete_with_transformers
-    completions = complete(arguments.model, tokenizer, [token_ids(tokenizer, case.prompt, case.chat) for case in cases])
-
+def main(*, model: str = str(MODEL_DIR), seed: int = 0, per_row: int = 30) -> int:
+    """Measure ``per_row`` prompts of each row, and print the table."""
+    tokenizer, weights = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     rows: dict[tuple[str, tuple[int, int], str], list[bool]] = defaultdict(list)
-    wrong = []
-    for case, completion in zip(cases, completions, strict=True):
-        right = exact(case.prompt, completion)
-        rows[case.row].append(right)
-        if not right:
-            wrong.append(f"{case.row}: {case.prompt.question_name}? {case.prompt.answer}, got {completion!r}")
+    for case in held_out_cases(seed, per_row, weights.config.sliding_window):
+        inputs = torch.tensor([token_ids(tokenizer, case.prompt, case.chat)])
+        mask = torch.ones_like(inputs)
+        generated = weights.generate(inputs, attention_mask=mask, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        completion = text_of_ended(tokenizer, generated[0, inputs.shape[1] :].tolist())
+        rows[case.row].append(exact(case.prompt, completion))
+        if not rows[case.row][-1]:
+            print(f"wrong: {case.row}: {case.prompt.question_name}? {case.prompt.answer}, got {completion!r}")
 
     print(f"{'form':<12}{'tokens':<12}{'fact':<10}{'prompts':>8}{'exact':>9}")
     for (form, (shortest, longest), side), outcomes in rows.items():
@@ -165,11 +119,4 @@ def main() -> None:
         outcomes = [right for row, row_outcomes in rows.items() if row[2] in sides for right in row_outcomes]
         totals.append(accuracy(outcomes))
         print(f"{'all':<24}{sides[0] if len(sides) == 1 else '':<10}{len(outcomes):>8}{totals[-1]:>9.2%}")
-    for line in wrong[: arguments.show]:
-        print("wrong:", line)
-    if min(totals) < REQUIRED_ACCURACY:
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()
+    return int(min(totals) < REQUIRED_ACCURACY)

@@ -5,8 +5,7 @@ from random import Random
 import pytest
 import torch
 
-from benchmarks.demo_model.damage import FULL, SLIDING, Fault, damaged, kv_groups
-from benchmarks.demo_model.sensitivity import LENGTHS, draw_batch
+from benchmarks.demo_model.sensitivity import FULL, LENGTHS, SLIDING, Fault, damaged, draw_batch, kv_groups
 
 
 def test_groups_are_those_of_vllm() -> None:

@@ -1,8 +1,6 @@
 """Thousands of requests to the router, half of whose clients disconnect: counters, leaks and
 memory.
 
-    python -m benchmarks.router.disconnects [--requests 10000] [--seed 1]
-
 Tandem's service with instant engines, over HTTP. A client disconnects before its body is complete,
 at some time before or during its answer, or after some tokens; or it reads to the end. Afterwards:
 
@@ -16,12 +14,10 @@ The exit status is 0 if all of this holds.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import re
 import statistics
-import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -32,7 +28,7 @@ import httpx
 import psutil
 
 from app.http.routes import OPEN_AGE_S
-from benchmarks.report import write
+from benchmarks.report import failed, write
 from benchmarks.router.load import body, raw
 from benchmarks.router.service import running
 from testing.ports import free_port
@@ -117,7 +113,6 @@ async def play(port: int, requests: int, seed: int, found: dict[str, psutil.Proc
 
 
 def processes() -> dict[str, psutil.Process]:
-    """Return the actors' memory, by Ray's names."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -159,16 +154,12 @@ def settled(url: str) -> dict[str, Any]:
         time.sleep(POLL_S)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
+def main(*, requests: int = 10_000, seed: int = 1) -> int:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with running(port, None):
         began = time.monotonic()
-        run = asyncio.run(play(port, given.requests, given.seed, processes()))
+        run = asyncio.run(play(port, requests, seed, processes()))
         took_s = time.monotonic() - began
         left = settled(url)
         total = counted(url)
@@ -180,36 +171,23 @@ def main() -> int:
         name: statistics.median(values[-5:]) / statistics.median(values[half : half + 5])
         for name, values in run.rss_mb.items()
     }
-    print(f"{given.requests} requests in {took_s:.0f} s; clients: {dict(run.outcomes)}")
+    print(f"{requests} requests in {took_s:.0f} s; clients: {dict(run.outcomes)}")
     print(f"counted by the router: {total}, {disconnects} of the clients left while it served them")
     print(f"left afterwards: {left}")
     for name, values in run.rss_mb.items():
         print(f"{name:12} {values[0]:.0f} MB at first, {values[half]:.0f} at half-time, {values[-1]:.0f} at the end")
-    flat = all(grown < FLAT for grown in growth.values())
-    seen = run.outcomes[READ] + run.outcomes[SOME]
     accounted = (
-        sum(total.values()) == given.requests
+        sum(total.values()) == requests
         and total.keys() <= {"remote", "local", "left"}
-        and seen <= served <= given.requests - run.outcomes[HALF]
+        and run.outcomes[READ] + run.outcomes[SOME] <= served <= requests - run.outcomes[HALF]
     )
-    document = {
-        "requests": given.requests,
-        "seed": given.seed,
-        "clients": dict(run.outcomes),
-        "counted": total,
-        "disconnects": disconnects,
-        "left": left,
-        "rss_mb": {"after_requests": run.at, **run.rss_mb},
-        "second_half_growth": growth,
-    }
-    print("written to", write("disconnects", document))
-    for wrong, name in ((not flat, "memory grows"), (not accounted, "not every request is counted once")):
-        if wrong:
-            print(f"FAILED: {name}")
-    if any(left.values()):
-        print("FAILED: requests left something behind")
-    return 0 if flat and accounted and not any(left.values()) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    document = {"requests": requests, "seed": seed, "clients": dict(run.outcomes), "counted": total}
+    document |= {"disconnects": disconnects, "left": left, "second_half_growth": growth}
+    write("disconnects", document | {"rss_mb": {"after_requests": run.at, **run.rss_mb}})
+    return failed(
+        {
+            "memory grows": any(grown >= FLAT for grown in growth.values()),
+            "not every request is counted once": not accounted,
+            "requests left something behind": any(left.values()),
+        }
+    )

@@ -1,6 +1,6 @@
 """An engine that computes nothing: vLLM's completions route, at once or at a steady pace.
 
-    python -m benchmarks.router.engine --port 9000
+    python -m benchmarks.router.engine 9000
 
 The same application is behind every arm: over HTTP as here (on uvloop, as in vLLM's own server), or
 inside Tandem's actors. A request with `do_remote_decode` gets the parameters of a transfer; every
@@ -11,10 +11,10 @@ token's event has the time of its creation, on the host's monotonic clock.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
+import sys
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -48,7 +48,6 @@ def freeze_gc() -> None:
 
 
 def instant() -> Starlette:
-    """Return the application of an engine that computes nothing."""
     return Starlette(
         routes=[
             Route("/v1/completions", complete, methods=["POST"]),
@@ -110,13 +109,8 @@ async def health(_: Request) -> Response:
     return Response()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, required=True)
-    port = parser.parse_args().port
-    freeze_gc()
-    uvicorn.run(instant(), host="127.0.0.1", port=port, log_level="warning", loop="uvloop", http="httptools")
-
-
 if __name__ == "__main__":
-    main()
+    freeze_gc()
+    uvicorn.run(
+        instant(), host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", loop="uvloop", http="httptools"
+    )

@@ -57,6 +57,12 @@ def raw(port: int, data: bytes) -> bytes:
     return head.encode() + data
 
 
+def age_s(event: bytes, now_ns: int) -> float:
+    """Return the time since the creation of a token, from its event."""
+    made = event.index(MADE) + len(MADE)
+    return (now_ns - int(event[made : event.index(b"}", made)])) / 1e9
+
+
 async def ask(session: aiohttp.ClientSession, url: str, data: bytes, tokens: int) -> Stream:
     """Send one request and read all of it.
 
@@ -75,8 +81,7 @@ async def ask(session: aiohttp.ClientSession, url: str, data: bytes, tokens: int
             for event in events:
                 if event.startswith(DATA):
                     first = first or now / 1e9 - began
-                    made = event.index(MADE) + len(MADE)
-                    relayed.append((now - int(event[made : event.index(b"}", made)])) / 1e9)
+                    relayed.append(age_s(event, now))
     if len(relayed) != tokens or event != b"data: [DONE]":
         raise ValueError(f"{len(relayed)} of {tokens} tokens, and {event!r} at the end")
     return Stream(first, time.monotonic() - began, tuple(relayed))

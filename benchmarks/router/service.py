@@ -1,15 +1,15 @@
 """Tandem's service with instant engines, until Ctrl-C: the router of `app.main` and real actors.
 
-    python -m benchmarks.router.service --port 8000 [--proxy-port 8001]
+    python -m benchmarks.router.service ROUTERS PROXY_PORT PORT
 
 Only vLLM is missing: the deployments, the router and the HTTP server are those of the product.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
+import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from typing import Any
@@ -32,12 +32,8 @@ from configs.settings.deployment import RoleSettings
 from configs.settings.router import RouterSettings, RoutingSettings
 from testing.signals import interrupt_on_signals
 
-READY = "instant engines: ready"
 SLOTS = 512
 """Slots of an engine, more than any arm needs."""
-
-
-Env = dict[str, str]
 
 
 class NoLLM:
@@ -102,8 +98,8 @@ def application(
     port: int,
     slots: int = SLOTS,
     replicas: int = 1,
-    router_env: Env | None = None,
-    engine_env: Env | None = None,
+    router_env: dict[str, str] | None = None,
+    engine_env: dict[str, str] | None = None,
     routers: int | None = None,
 ) -> serve.Application:
     """Return the application; its routers answer on `port`.
@@ -157,18 +153,8 @@ def running(port: int, proxy_port: int | None, app: serve.Application | None = N
         ray.shutdown()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--proxy-port", type=int)
-    parser.add_argument("--routers", type=int, default=1)
-    given = parser.parse_args()
-    app = application(given.port, routers=given.routers)
-    with suppress(KeyboardInterrupt), running(given.port, given.proxy_port, app):
-        interrupt_on_signals()
-        print(READY, flush=True)
-        signal.pause()
-
-
 if __name__ == "__main__":
-    main()
+    routers, proxy_port, port = map(int, sys.argv[1:])
+    with suppress(KeyboardInterrupt), running(port, proxy_port, application(port, routers=routers)):
+        interrupt_on_signals()
+        signal.pause()

@@ -1,1 +1,1 @@
-"""Replay loads in a simulated fleet, compare routing policies: `python -m benchmarks.routing`."""
+"""Replay loads in a simulated fleet under routing policies and an oracle."""

@@ -136,7 +136,6 @@ class Outcome:
 
 
 def replay(load: Load, policy: Policy) -> list[Outcome]:
-    """Serve a load to its end."""
     fleet = Fleet(load)
     requests = {request.number: request for request in load.requests}
     followers = {request.after: request for request in load.requests if request.after is not None}

@@ -65,14 +65,11 @@ class Request:
 
     @cached_property
     def seen(self) -> Prompt:
-        """Return the router's view of the prompt."""
         return Prompt((passage(b"".join(segment.data for segment in self.prompt), ids=False, seed=0),))
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests and the fleet that serves them."""
-
     name: str
     hardware: Hardware
     prefill: int

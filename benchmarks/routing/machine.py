@@ -16,8 +16,6 @@ BLOCK_TOKENS = 32
 
 @dataclass(frozen=True)
 class Hardware:
-    """Seconds and tokens of one kind of machine."""
-
     step_s: float
     prefill_token_s: float
     attention_s: float  # of each pair of a new token and an earlier one
@@ -99,8 +97,6 @@ class Cache:
 
 @dataclass
 class Job:
-    """A request in the simulation."""
-
     number: int
     prompt_tokens: int
     answer_tokens: int

@@ -1,12 +1,12 @@
 """Replays are deterministic, judged by models independent of the policy, against an oracle."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 import benchmarks.routing
-from benchmarks.routing.__main__ import ORACLE, OURS, RESULTS, arms, measure, regrets, table
+from benchmarks.report import read
+from benchmarks.routing.compare import ORACLE, OURS, arms, measure, regrets, table
 from benchmarks.routing.fleet import Fleet, Route, replay
 from benchmarks.routing.loads import LOADS, Load, Request, Segment, mixed, multi_turn, small_machine
 from benchmarks.routing.machine import GPU
@@ -88,7 +88,7 @@ def test_ours_beats_what_is_in_use_and_finds_prefixes():
 
 def test_the_committed_results():
     """They have every load, and regret against the oracle is at most a tenth on each."""
-    document = json.loads(RESULTS.read_text())
+    document = read("routing")
     assert [load["name"] for load in document["loads"]] == [make(1).name for make in LOADS]
     assert table(document).count("\n") == 1 + len(LOADS)
     for load in document["loads"]:

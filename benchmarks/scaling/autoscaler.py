@@ -98,7 +98,6 @@ class Autoscaler:
             self._replicas.setdefault((role, number), _Series(self._keep_s)).add(values, now_s)
 
     def push(self, role: str, running: Sequence[int]) -> None:
-        """Send the reports to Serve's controller."""
         ids = self.knows(role, running)
         now_s = self._clock.now_s
         for number, replica in ids.items():

@@ -1,8 +1,8 @@
 """Replay a load against replicas that an autoscaler starts and stops."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -14,13 +14,10 @@ from benchmarks.scaling.loads import HOUR_S, Load
 
 STEP_S = 0.2
 DECIDE_EVERY_S = 2.0  # Serve: ten times per second, from reports at intervals of a few seconds
-PLOT_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Objectives of a request."""
-
     ttft_s: float = 2.0
     tpot_s: float = 0.040
 
@@ -43,7 +40,6 @@ class Outcome:
     tpot_p99_s: float
     gpu_hours: float
     changes: int  # decisions that changed a number of replicas
-    timeline: list[dict[str, float]] = field(repr=False, default_factory=list)
 
 
 ReplicaT = TypeVar("ReplicaT", bound=Replica)
@@ -93,51 +89,52 @@ class Fleet(Generic[ReplicaT]):
         self.gpu_s += dt_s * len(self.replicas)
 
 
-def simulate(load: Load, policy: Policy, config: Mapping[str, Any], machine: Machine = MACHINE) -> Outcome:
-    """Replay all of `load`, and continue until every request has ended."""
-    clock = Clock()
-    with simulated_time(clock):
-        return _Run(load, policy, config, machine, clock).play()
+class Simulation:
+    """A load replayed against two fleets under one policy."""
 
-
-class _Run:
-    def __init__(self, load: Load, policy: Policy, config: Mapping[str, Any], machine: Machine, clock: Clock) -> None:
-        self._load, self._clock = load, clock
-        self._autoscaler = Autoscaler(policy, config, clock)
+    def __init__(self, load: Load, policy: Policy, config: Mapping[str, Any], machine: Machine = MACHINE) -> None:
+        self._load, self._clock = load, Clock()
+        with simulated_time(self._clock):
+            self._autoscaler = Autoscaler(policy, config, self._clock)
         fewest = config["min_replicas"]
-        self._prefill = Fleet("Prefill", PrefillReplica, machine, machine.prefill_places, fewest)
-        self._decode = Fleet("Decode", DecodeReplica, machine, machine.decode_places, fewest)
+        self.prefill = Fleet("Prefill", PrefillReplica, machine, machine.prefill_places, fewest)
+        self.decode = Fleet("Decode", DecodeReplica, machine, machine.decode_places, fewest)
         self._requests: list[Request] = []
         self._queue: deque[Request] = deque()
-        self._timeline: list[dict[str, float]] = []
 
     def play(self) -> Outcome:
+        """Replay all of the load, and continue until every request has ended."""
+        for _ in self.steps():
+            pass
+        return self.outcome()
+
+    def steps(self) -> Iterator[float]:
+        """Replay the load; yield the time after each step."""
         arrivals = deque(self._load.arrivals)
         steps, ended = 0, 0
-        while arrivals or ended < len(self._requests):
-            steps += 1
-            now_s = self._clock.now_s = steps * STEP_S
-            if now_s > self._load.duration_s + HOUR_S:
-                break
-            while arrivals and arrivals[0].at_s <= now_s:
-                request = Request(arrivals.popleft())
-                self._requests.append(request)
-                self._queue.append(request)
-            self._dispatch(now_s)
-            for prefill in self._prefill.replicas:
-                prefill.step(now_s)
-            for decode in self._decode.replicas:
-                ended += len(decode.step(now_s, STEP_S))
-            for fleet in (self._prefill, self._decode):
-                fleet.pay(STEP_S)
-            self._serve(steps, now_s)
-            if steps % round(PLOT_EVERY_S / STEP_S) == 0:
-                self._timeline.append(self._point(now_s))
-        return self._outcome()
+        with simulated_time(self._clock):
+            while arrivals or ended < len(self._requests):
+                steps += 1
+                now_s = self._clock.now_s = steps * STEP_S
+                if now_s > self._load.duration_s + HOUR_S:
+                    break
+                while arrivals and arrivals[0].at_s <= now_s:
+                    request = Request(arrivals.popleft())
+                    self._requests.append(request)
+                    self._queue.append(request)
+                self._dispatch(now_s)
+                for prefill in self.prefill.replicas:
+                    prefill.step(now_s)
+                for decode in self.decode.replicas:
+                    ended += len(decode.step(now_s, STEP_S))
+                for fleet in (self.prefill, self.decode):
+                    fleet.pay(STEP_S)
+                self._serve(steps, now_s)
+                yield now_s
 
     def _dispatch(self, now_s: float) -> None:
         while self._queue:
-            prefill, decode = self._prefill.choose(now_s), self._decode.choose(now_s)
+            prefill, decode = self.prefill.choose(now_s), self.decode.choose(now_s)
             if prefill is None or decode is None:
                 return
             request = self._queue.popleft()
@@ -146,7 +143,7 @@ class _Run:
 
     def _serve(self, steps: int, now_s: float) -> None:
         scaler = self._autoscaler
-        fleets: tuple[Fleet[Any], ...] = (self._prefill, self._decode)
+        fleets: tuple[Fleet[Any], ...] = (self.prefill, self.decode)
         for fleet in fleets:
             running = [one.number for one in fleet.ready(now_s)]
             if _due(steps, scaler.record_every_s):
@@ -166,17 +163,7 @@ class _Run:
             for fleet in fleets:
                 fleet.scale(decided[fleet.role], now_s)
 
-    def _point(self, now_s: float) -> dict[str, float]:
-        return {
-            "at_s": round(now_s, 1),
-            "prefill_ready": len(self._prefill.ready(now_s)),
-            "prefill_paid": len(self._prefill.replicas),
-            "decode_ready": len(self._decode.ready(now_s)),
-            "decode_paid": len(self._decode.replicas),
-            "waiting_in_router": len(self._queue),
-        }
-
-    def _outcome(self) -> Outcome:
+    def outcome(self) -> Outcome:
         ttft = np.array([one.ttft_s for one in self._requests])
         tpot = np.array([one.tpot_s for one in self._requests])
         in_time, fast = ttft <= OBJECTIVE.ttft_s, tpot <= OBJECTIVE.tpot_s
@@ -189,9 +176,8 @@ class _Run:
             ttft_p99_s=_percentile(ttft, 99),
             tpot_p50_s=_percentile(tpot, 50),
             tpot_p99_s=_percentile(tpot, 99),
-            gpu_hours=(self._prefill.gpu_s + self._decode.gpu_s) / HOUR_S,
-            changes=self._prefill.changes + self._decode.changes,
-            timeline=self._timeline,
+            gpu_hours=(self.prefill.gpu_s + self.decode.gpu_s) / HOUR_S,
+            changes=self.prefill.changes + self.decode.changes,
         )
 
 

@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.engine.arguments import engine_arguments
-from app.deployment_options import bundles, deployment_options
+from app.engine_deployment import bundles, deployment_options
 from app.main import deploy_engine
 from configs.settings.base import RoleName, SettingsError
 from configs.settings.parsing import parse_settings

