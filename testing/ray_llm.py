@@ -74,8 +74,6 @@ def start(
 
     Raises RuntimeError with its log's end.
     """
-    if not (ROOT / PYTHON).exists():
-        subprocess.run(["make", "-o", ".venv/.installed", PYTHON], cwd=ROOT, check=True)
     port, path = free_port(), folder / f"{transfer['kv_connector']}.log"
     line = [PYTHON, "-m", "testing.ray_llm", model, str(port), json.dumps(engine), json.dumps(transfer)]
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}

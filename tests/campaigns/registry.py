@@ -40,6 +40,7 @@ head-killed         service.restarts:head_killed 3 ONLY=redis redis-server Ray's
 commands            service.commands:commands 2 . - serve run, status, config, deploy, build, shutdown
 models              service.models:models 5 - - two models at one endpoint, adapters under load
 fuzz                fuzz.http:http 3 COUNT=1500 - hostile HTTP: no 500, hang or growth
+ray-serve-llm       suites:ray_serve_llm 4 . - Ray Serve LLM's own application with TandemConnector
 placement           suites:placement 2 . - where Serve places replicas and ranks, on four nodes
 overlay-serves      manifests:overlay_serves 2 . - the configuration in an overlay serves
 two-hosts           hosts.on_two_hosts:two_hosts 6 . root the link between two hosts is cut and restored

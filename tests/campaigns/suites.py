@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+from testing import ray_llm
 from tests.campaigns.runner import ROOT, Report
 
 NOISE = re.compile(r"resource_tracker|site-packages/|^\s|\b(INFO|WARNING) \d\d-\d\d |NIXL INFO|shards:")
@@ -50,3 +51,9 @@ def placement(report: Report) -> None:
 
 def gpu_check(report: Report) -> None:
     program(report, "tests.campaigns.gpu", lines=20)
+
+
+def ray_serve_llm(report: Report) -> None:
+    if not (ROOT / ray_llm.PYTHON).exists():
+        subprocess.run(["make", ray_llm.PYTHON], cwd=ROOT, check=True)
+    program(report, "pytest", "-q", "tests/e2e/test_ray_serve_llm.py")

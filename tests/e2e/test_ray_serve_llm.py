@@ -17,9 +17,12 @@ from testing.facts import make_prompt
 from testing.ports import free_port
 from testing.servers import Server
 from testing.trace import read_trace
-from testing.vllm_server import stop
+from testing.vllm_server import ROOT, stop
 
-pytestmark = pytest.mark.engine(killed=True)
+pytestmark = [
+    pytest.mark.engine(killed=True),
+    pytest.mark.skipif(not (ROOT / ray_llm.PYTHON).exists(), reason=f"`make {ray_llm.PYTHON}` installs its packages"),
+]
 
 ENGINE = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "max_model_len": 2048, "max_num_seqs": 16}
 REPLACED_S = 240.0
