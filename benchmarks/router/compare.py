@@ -12,11 +12,14 @@ For each number of clients and prompt size: the time to the first token beyond d
 per second, and the processor time per request in all of an arm's processes. For streams with a
 token every few milliseconds: the time from a token's creation in the engine to its arrival, and
 processor time per token. Every round measures all arms in turn. Differences and ratios are within a
-round, given as median and quartiles. p99 is over the requests of all rounds.
+round, given as median and quartiles. p99 is over the requests of all rounds. `idle` is the
+processor time that an arm's processes use in a second without requests (Ray's, for the most part);
+times per request and token include it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import tempfile
 from collections import defaultdict
@@ -37,6 +40,7 @@ CLIENTS = {1: 30, 8: 64, 64: 192}
 """Requests of a round, by concurrency."""
 
 ANSWER_TOKENS = 8
+IDLE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,12 @@ class Batch:
 
 Cells = dict[str, dict[str, list[Batch]]]
 """Batches by cell, then by arm: one for each round."""
+
+
+async def idle_ms_per_s(arms: dict[str, Arm]) -> dict[str, float]:
+    before = {name: arm.cpu_s() for name, arm in arms.items()}
+    await asyncio.sleep(IDLE_S)
+    return {name: 1e3 * (arm.cpu_s() - before[name]) / IDLE_S for name, arm in arms.items()}
 
 
 async def measure(arms: dict[str, Arm], rounds: int) -> Cells:
@@ -138,12 +148,16 @@ def table(result: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 def main(*, rounds: int = 7, routers: int = 1, vllm_router: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        cells = uvloop.run(measure(begin(stack, Path(folder), vllm_router, routers), rounds))
+        arms = begin(stack, Path(folder), vllm_router, routers)
+        idle = uvloop.run(idle_ms_per_s(arms))
+        cells = uvloop.run(measure(arms, rounds))
     result = {
         cell: {name: report(batches, by_arm["direct"]) for name, batches in sorted(by_arm.items())}
         for cell, by_arm in cells.items()
     }
     print(table(result))
+    print("idle, ms of processor time a second:", {name: round(each) for name, each in idle.items()})
     streams = {clients: asdict(each) for clients, each in STREAMS.items()}
     document = {"rounds": rounds, "requests": CLIENTS, "streams": streams, "cells": result, "routers": routers}
+    document["idle_ms_per_s"] = idle
     write("router" if routers == 1 else f"router_{routers}", document)
