@@ -39,7 +39,7 @@ def parse(function: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
 
 def _value(word: str, value: str, default: Any) -> Any:
     kind = type(default)
-    if not value and kind is not str:
+    if not value and (default or kind is not str):
         return default
     try:
         if kind is tuple:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 # Latest transfers and copies, steps, and loads of a tier that the estimates use.
 SAMPLES, STEPS, LOADS = 16, 32, 8
 
-# Declined loads after which the measurements of loads are discarded, so that the next one loads:
-# a tier that is never read would keep the rate of its worst time.
+# Declined loads after which one loads as a trial, whose rates replace the earlier ones: a tier that
+# is never read would keep the rate of its worst time.
 TRY_AGAIN_AFTER = 32
 
 
@@ -32,6 +32,7 @@ class LoadCosts:
         self._transfers: deque[float] = deque(maxlen=SAMPLES)
         self._copies: deque[float] = deque(maxlen=SAMPLES)
         self._declined = 0
+        self._on_trial = False
         # Mean context of the tokens of a step, and seconds per token.
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS)
         # Seconds of a token without context, and per token of context; None: steps have changed.
@@ -39,6 +40,10 @@ class LoadCosts:
 
     def read(self, tier: str, size_bytes: int, seconds: float) -> None:
         """Record ended reads of a tier; ``size_bytes`` is 0 if no read has ended in ``seconds``."""
+        if self._on_trial:
+            self._on_trial = False
+            self._tiers.clear()
+            self._copies.clear()
         self._tiers[tier].append(seconds / size_bytes if size_bytes else math.inf)
 
     def copied(self, size_bytes: int, seconds: float) -> None:
@@ -77,10 +82,10 @@ class LoadCosts:
         if all(size * _median(self._tiers[tier]) < left_s for tier, size in sizes.items()):
             return otherwise_s
         self._declined += 1
-        if self._declined % TRY_AGAIN_AFTER == 0:
-            self._tiers.clear()
-            self._copies.clear()
-        return 0.0
+        if self._declined % TRY_AGAIN_AFTER:
+            return 0.0
+        self._on_trial = True
+        return otherwise_s
 
 
 def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:

@@ -19,16 +19,16 @@ from connectors.vllm_hma.handshake.secret import Keys, derive_keys
 from connectors.vllm_hma.settings import MIN_SECRET_CHARACTERS, TransferOptions
 
 
-def own_address() -> str:
+def own_address() -> str | None:
     ray = sys.modules.get("ray")
-    return str(ray.util.get_node_ip_address()) if ray is not None and ray.is_initialized() else "127.0.0.1"
+    return str(ray.util.get_node_ip_address()) if ray is not None and ray.is_initialized() else None
 
 
 class ConnectorConfig(TransferOptions):
     """Parsed ``kv_connector_extra_config``.
 
-    ``side_channel_host``  default: the node's address in a process of a Ray cluster (Ray Serve
-                           LLM), else loopback, which only peers on this machine reach
+    ``side_channel_host``  default: loopback, which only peers on this machine reach; with a secret,
+                           the node's address in a process of a Ray cluster (Ray Serve LLM)
     ``secret``             shared by all engines; empty: the engine accepts every peer that can
                            connect
     ``supervisor``         token that authorises a request to report ended engines
@@ -37,7 +37,7 @@ class ConnectorConfig(TransferOptions):
     ``store``              settings of the KV store; None: no store
     """
 
-    side_channel_host: str = Field(default_factory=own_address)
+    side_channel_host: str = "127.0.0.1"
     secret: str = Field("", repr=False)
     supervisor: str = Field("", repr=False)
     store: StoreSettings | None = None
@@ -80,6 +80,8 @@ class ConnectorConfig(TransferOptions):
 def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     """Raises ConfigurationError that names the key."""
     given = {key: value for key, value in extra.items() if key != "store"}
+    if given.get("secret") and "side_channel_host" not in given and (host := own_address()):
+        given["side_channel_host"] = host
     config = parse(ConnectorConfig, given, secret=frozenset({"secret", "supervisor"}))
     derive_keys(config.secret)  # checks it
     return config.model_copy(update={"store": parse_store(extra)}) if "store" in extra else config

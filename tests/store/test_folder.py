@@ -192,14 +192,18 @@ def test_a_use_within_a_period_changes_no_file(tier: FolderTier) -> None:
     assert file_of(tier, 1).stat().st_ctime_ns == before.st_ctime_ns or time.time() % 60 < 1
 
 
-def test_objects_from_before_the_clock_was_set_back_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
+def test_objects_from_before_the_clock_was_set_back_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: bool
+) -> None:
     """By modification time alone, each new object would be the oldest."""
     tier, now_ns = FolderTier(tmp_path, 8 * BLOCK, durable=False), time.time_ns
     with monkeypatch.context() as patch:
         patch.setattr(time, "time_ns", lambda: now_ns() + 3600 * 10**9)
         for number in range(8):
             write(tier, number)
-    tier = FolderTier(tmp_path, 8 * BLOCK, durable=False)
+    if restart:
+        tier = FolderTier(tmp_path, 8 * BLOCK, durable=False)
     assert holds(tier, 0), "a use after the correction counts"
     for number in range(8, 15):
         write(tier, number)

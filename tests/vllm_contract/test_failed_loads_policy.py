@@ -49,12 +49,13 @@ def test_only_the_policy_of_the_engine_counts(kind: Any, policy: Any) -> None:
         assert transfer.kv_load_failure_policy == "recompute"
 
 
-def test_an_engine_of_a_ray_cluster_listens_on_the_nodes_address() -> None:
+def test_with_a_secret_an_engine_of_a_ray_cluster_listens_on_the_nodes_address() -> None:
     program = """
 import ray
 ray.init(address="local", num_cpus=0, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.2")
 from connectors.vllm_hma.config import parse_config
-print(parse_config({}).reachable_host, parse_config({"side_channel_host": "127.0.0.3"}).reachable_host)
+for more in ({}, {"side_channel_host": "127.0.0.3"}):
+    print(*(parse_config(more | {"secret": secret}).reachable_host for secret in ("", "s" * 16)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-2:] == ["127.0.0.2", "127.0.0.3"]
+    assert done.stdout.split()[-4:] == ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.3"]

@@ -93,6 +93,7 @@ class FolderTier:
         # lock of ``_usage``.
         self._order: list[tuple[int, int, str, str]] = []
         self._scanned_at = 0.0
+        self._clock_offset_ns = 0
         # Last time at which evictions did not make room on a full file system.
         self._full_at = float("-inf")
         self._part_numbers = itertools.count()
@@ -274,11 +275,14 @@ class FolderTier:
         """Evict the least recently used object; return the freed bytes. Requires the lock.
 
         Without a known object, counts the files again, in case other processes have stored some,
-        and returns 0; or None if the last count is not older than _RESCAN_S. Raises StoreError
-        after ``deadline``, and OSError.
+        and returns 0; or None if the last count is not older than _RESCAN_S. Also counts them again
+        if the clock was set back: known times may then be in the future. Raises StoreError after
+        ``deadline``, and OSError.
         """
         freed_bytes = 0
-        if self._order:
+        if _clock_offset_ns() < self._clock_offset_ns - _PERIOD_NS:
+            self._usage.recount()
+        elif self._order:
             freed_bytes = self._evict_oldest()
         elif time.monotonic() - self._scanned_at > _RESCAN_S:
             self._usage.recount()
@@ -343,7 +347,12 @@ class FolderTier:
         heapq.heapify(order)
         self._order = order
         self._scanned_at = time.monotonic()
+        self._clock_offset_ns = _clock_offset_ns()
         return used
+
+
+def _clock_offset_ns() -> int:
+    return time.time_ns() - time.monotonic_ns()
 
 
 def _last_use_ns(state: os.stat_result) -> int:

@@ -6,9 +6,13 @@ https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/core/sched/scheduler.p
 
 from __future__ import annotations
 
+import logging
+
 from vllm.config import KVTransferConfig, get_current_vllm_config_or_none
 
 from connectors.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 
 def recompute_failed_loads(transfer: KVTransferConfig) -> None:
@@ -17,7 +21,9 @@ def recompute_failed_loads(transfer: KVTransferConfig) -> None:
     The children of vLLM's MultiConnector have configurations of their own, which the scheduler does
     not read. Raises ConfigurationError if the engine's says `fail`; known on the worker side only.
     """
-    transfer.kv_load_failure_policy = "recompute"
+    if transfer.kv_load_failure_policy != "recompute":
+        logger.info("requests whose KV cannot be loaded are recomputed (kv_load_failure_policy)")
+        transfer.kv_load_failure_policy = "recompute"
     config = get_current_vllm_config_or_none()
     engine = None if config is None else config.kv_transfer_config
     if engine is not None and engine.kv_load_failure_policy != "recompute":
