@@ -31,7 +31,7 @@ LoadT = TypeVar("LoadT", PrefillLoad, DecodeLoad)
 
 
 class ScaleTogether:
-    """Scales the deployments `Prefill` and `Decode`; those of `models` have other names."""
+    """Policy that scales `Prefill` and `Decode` together, but not the deployments of `models`."""
 
     def __init__(self, **policy_kwargs: Any) -> None:
         self._settings = parse_scaling(policy_kwargs)

@@ -1,9 +1,9 @@
-"""Engines of one role, and slots of one router on them, granted in order of arrival.
+"""Engines of one role, and one router's slots on them, granted to requests in order of arrival.
 
-A request that may not use the engines with free slots does not block later ones. A call with
-several sequences needs one free slot and may exceed the engine's number; otherwise calls with one
-sequence would always overtake it. The engine refuses calls when its slots are taken: this router
-learns the load of other routers only from its replies. A replica here is an `EngineReplica`.
+A request that cannot use the free slots does not block later requests. A call with several
+sequences needs one free slot and may exceed the engine's slots; otherwise calls with one sequence
+would always overtake it. Routers know each other's load only from an engine's replies, so an engine
+refuses calls when its slots are taken. A replica here is an `EngineReplica`.
 """
 
 import asyncio
@@ -29,20 +29,17 @@ REFUSED_S = 0.05
 MOST_REFUSED_S = 1.0
 
 LOOK_AGAIN_S = 0.05
-"""Interval in seconds at which waiting requests find new engines, and full ones after their back-
-off.
-"""
+"""Interval in seconds at which the pool looks for new engines, and for full ones to probe."""
 
 REMEMBERED_S = 5.0
-"""Age in seconds from which the last `Accepted.ongoing` of an engine is ignored."""
+"""Maximum age in seconds of an engine's last `Accepted.ongoing`; older values are ignored."""
 
 
 @dataclass(frozen=True)
 class EngineReplica:
-    """A running engine, from the replica's metadata in Serve: a replica, or one of its
-    data-parallel ranks (docs/decisions/0047).
+    """A running engine: a Serve replica, or one of its data-parallel ranks (docs/decisions/0047).
 
-    ``slots``     number of ongoing sequences at which it refuses further calls
+    ``slots``     number of ongoing sequences at which the engine refuses further calls
     ``queue``     number of requests that may wait in one router for engines of its role
     ``metadata``  from `replica_metadata`, and `producer` of a prefill engine
     ``replica``   id of the replica; its ranks end together
@@ -91,14 +88,14 @@ class Slot:
 
 
 class SlotRequest(NamedTuple):
-    """Need of slots for `sequences` on one replica.
+    """Request for slots for `sequences` sequences on one replica.
 
     Takes the first free replica of `prefer`, else the least busy free one, else one that is
     believed full and may be probed.
 
-    ``avoid``     replicas that are not taken
-    ``identity``  only replicas of this identity are taken; None: any
-    ``part``      whether it is a later prompt of a list, which does not count as waiting
+    ``avoid``     replicas to exclude
+    ``identity``  required identity of the replica; None: any
+    ``part``      whether this is a later prompt of a list, which does not count towards the queue
     """
 
     avoid: AbstractSet[str] = frozenset()
@@ -113,8 +110,8 @@ ANY = SlotRequest()
 
 @dataclass
 class FullReplica:
-    """A replica believed full. One request at a time may probe it, from `ask_at` on; another one at
-    once when an accepted call ends there.
+    """A replica believed full. One request at a time may probe it, from `ask_at` on. When a
+    served call ends there, the next probe may follow at once.
     """
 
     ask_at: float
@@ -173,14 +170,14 @@ class SlotPool:
         return name in self._full
 
     def take_now(self, wanted: SlotRequest = ANY) -> str | None:
-        """Take slots on a replica; None if the request must wait."""
+        """Take slots on a replica and return its id; None if the request must wait."""
         return None if self._waiting else self._grant(wanted, self._usable())
 
     async def take(self, wanted: SlotRequest = ANY) -> str:
-        """Take slots; wait without a deadline.
+        """Take slots and return the replica's id; wait without a deadline.
 
-        Raises OverloadedError if as many requests wait as the replicas allow
-        (`EngineReplica.queue`), but not for a `part` or without replicas.
+        Raises OverloadedError if the queue is full (`EngineReplica.queue`). A `part`, and any
+        request while there are no replicas, may always wait.
         """
         if (name := self.take_now(wanted)) is not None:
             return name
@@ -208,7 +205,7 @@ class SlotPool:
                 self._looking = None
 
     def add(self, name: str, sequences: int) -> None:
-        """Count slots that another engine uses for this router, also beyond the engine's number."""
+        """Count slots of a call that decode sent to `name`, even above the engine's limit."""
         self._taken[name] += sequences
 
     def give_back(self, name: str, sequences: int = 1, served: bool = True) -> None:

@@ -135,7 +135,7 @@ class Splice:
 
     @property
     def over(self) -> bool:
-        """True if prefill's first token has ended the answer: decode does not answer."""
+        """True if prefill's first token completes the answer, so that decode sends nothing."""
         return self.done and self.awaits_decode
 
     def _take_over(self, start: ResponseStart) -> None:

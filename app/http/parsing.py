@@ -83,12 +83,12 @@ def path_of(scope: Scope) -> str:
 async def read_request(
     request: Request, endpoint: Endpoint, limits: RouterLimits, explain: bool = False
 ) -> ClientRequest:
-    """Read and check a request; that of `/invocations` becomes one of INVOKED.
+    """Read and check a request. For `/invocations`, a field of the body selects the endpoint.
 
     ``explain``  see `ClientRequest`
 
-    Raises BadRequestError for an invalid or late request, and ClientDisconnect if the client closes
-    the connection before the end of the body.
+    Raises BadRequestError if the request is invalid or its body is late (`body_timeout_s`), and
+    ClientDisconnect if the client closes the connection before the end of the body.
     """
     arrived_at = time.monotonic()
     raw = await read_body(request, limits.max_body_bytes, limits.body_timeout_s)

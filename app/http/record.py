@@ -267,7 +267,7 @@ def server_timing(breakdown: LatencyBreakdown) -> tuple[bytes, bytes]:
 
 
 def parameters_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's body with lengths instead of lists and of strings but SHOWN_TEXTS."""
+    """Return a request's body; lengths replace lists, and all strings outside SHOWN_TEXTS."""
     return {
         str(name)[:MAX_PATH_CHARACTERS]: parameters_of(value) if isinstance(value, Mapping) else _shown(name, value)
         for name, value in body.items()

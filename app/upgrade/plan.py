@@ -162,7 +162,7 @@ def next_step(state: State, *, pushed: bool) -> Step:
 
 
 def differs(state: State) -> bool:
-    """Return whether the RayCluster has another spec, or fewer `replicas` than pods to replace."""
+    """Return whether the RayCluster's spec must change: it differs, or `replicas` is too low."""
     workers = {name: one.get("replicas", 0) for name, one in state.live.items() if name != HEAD}
     few = any(replicas < len(state.in_group(name)) for name, replicas in workers.items())
     wanted, live = (
@@ -194,7 +194,7 @@ def push(state: State) -> Iterator[Command]:
 
 
 def lacks(state: State) -> Iterator[str]:
-    """Yield why no replica may be moved now: all must run, each on a pod that is Ready."""
+    """Yield the reasons not to replace a pod now: all replicas must run on pods that are Ready."""
     for pod in state.pods:
         if pod.ending or (pod.group == HEAD and not pod.ready):
             yield f"{pod.name} {'is ending' if pod.ending else 'is not Ready'}"

@@ -15,7 +15,7 @@ class Digest(Protocol):
     """Digest of one transfer between two ranks, at one end."""
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
-        """Add the bytes of units, by block and index within it. For each layer, units must ascend.
+        """Add the bytes of unit ``parts[i]`` in block ``ids[i]``. Units of a layer must ascend.
 
         ``layers``  ``(first, stop)`` range of the producer rank's layers of the group; None: all
         """
@@ -59,8 +59,8 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The machine needs a handshake before another transfer with this peer. The owner releases its
-    plan and connection, unless the other machine (``knows``) or a handshake needs them.
+    """Release the plan and connection of a peer: its next transfer needs a handshake. The owner
+    keeps them while the other state machine (``knows``) or a handshake needs them.
     """
 
     peer: Peer

@@ -20,7 +20,7 @@ Answer = Starting | Fin | Aborted | Failed | Cancelled | Alive
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The KV that one request needs on this rank: fields as in ``Offer``, and its ``producer``."""
+    """KV that one request needs on this rank from ``producer``; see ``Offer`` for other fields."""
 
     request_id: str
     transfer_id: str

@@ -27,11 +27,11 @@ Pieces = list[tuple[int, int, int]]  # (offset in a batch, offset in staging, by
 
 
 class DeviceCopies:
-    """Like ``HostCopies``; a method returns when its copies are queued, or raises StoreError.
+    """``HostCopies`` for a device: methods return when copies are queued, or raise StoreError.
 
     Gathers and scatters run on the thread's current stream, between the forward passes that write
-    and overwrite their blocks, and copies from and to staging on two streams of their own. Packed
-    bytes lie in a ring on the device, where a batch waits for the last use of its part.
+    and overwrite their blocks. Copies from and to staging run on two other streams. A ring buffer
+    on the device holds packed batches; a new batch waits until its range is no longer in use.
 
     ``tensors``  views of the cache
 

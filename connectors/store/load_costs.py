@@ -1,7 +1,7 @@
-"""Decide whether a request loads stored KV, and how long it may wait for it. Sans-I/O.
+"""Decide whether a request loads stored KV, and how long it may wait for the load. Sans-I/O.
 
-Without a load, the engine computes the tokens, or a transfer supplies their KV. A request waits at
-most as long as this alternative takes. All rates are measured in this engine.
+Without a load, the engine computes the tokens, or a transfer supplies their KV. A request waits no
+longer than the estimated time of this alternative. The engine measures all rates itself.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 
-# Latest transfers and copies, steps, and loads of a tier that the estimates use.
+# Numbers of the latest transfers (and copies), steps, and loads per tier in the estimates.
 SAMPLES, STEPS, LOADS = 16, 32, 8
 
-# Declined loads after which one loads as a trial, whose rates replace the earlier ones: a tier that
-# is never read would keep the rate of its worst time.
+# Number of declined loads after which one loads as a trial, whose rates replace those of tiers and
+# copies: without new measurements, a tier would keep the rate of its slowest period.
 TRY_AGAIN_AFTER = 32
 
 
@@ -23,7 +23,7 @@ class LoadCosts:
     """Measured rates of loads by tier, of transfers, and of the engine's computation.
 
     The time of a transfer includes prefill's computation, so the fastest one estimates the link's
-    rate. The other estimates are medians: a pause of the machine does not change them.
+    rate. The other estimates are medians, so a pause of the machine does not distort them.
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class LoadCosts:
         self._on_trial = False
         # Mean context of the tokens of a step, and seconds per token.
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS)
-        # Seconds of a token without context, and per token of context; None: steps have changed.
+        # Seconds of a token without context, and per token of context; None: to be recomputed.
         self._token_s: tuple[float, float] | None = None
 
     def read(self, tier: str, size_bytes: int, seconds: float) -> None:
-        """Record ended reads of a tier; ``size_bytes`` is 0 if no read has ended in ``seconds``."""
+        """Record completed reads of a tier; 0 bytes: no read has completed within ``seconds``."""
         if self._on_trial:
             self._on_trial = False
             self._tiers.clear()
@@ -55,7 +55,7 @@ class LoadCosts:
             self._transfers.append(seconds / size_bytes)
 
     def computed(self, tokens: int, context_tokens: float, seconds: float) -> None:
-        """``context_tokens``: to how many the step's tokens attend in the mean."""
+        """Record a step. ``context_tokens``: mean number of tokens to which its tokens attend."""
         if tokens > 0 and seconds > 0:
             self._steps.append((context_tokens, seconds / tokens))
             self._token_s = None
@@ -72,7 +72,7 @@ class LoadCosts:
         return (end_token - start_token) * (alone_s + context_s * (start_token + end_token) / 2)
 
     def patience_s(self, sizes: Mapping[str, int], otherwise_s: float) -> float:
-        """Return ``otherwise_s``, or 0 if a load of ``sizes`` would take at least as long.
+        """Return seconds that a load of ``sizes`` may take: ``otherwise_s``, or 0 if not faster.
 
         ``otherwise_s``  estimated time without the load; infinite: unknown, so the request loads
         """
@@ -89,7 +89,7 @@ class LoadCosts:
 
 
 def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    # By medians (Theil and Sen).
+    # Theil-Sen estimator: medians ignore outliers.
     known = list(points)
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(known, 2) if a[0] != b[0]]
     slope = max(0.0, _median(slopes)) if slopes else 0.0

@@ -171,7 +171,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False without transfers: lost KV is a miss, but True discards outputs of preemptions."""
+        """False without transfers: a lost store is a miss; True drops outputs of preemptions."""
         return self.transfers and super().requires_kv_delivery
 
     @classmethod

@@ -43,17 +43,17 @@ prepare_process()
 
 @dataclass(frozen=True, slots=True)
 class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """Metadata of each child, in order; vLLM's MultiConnector passes the first one to all."""
+    """Metadata of each child, in order; vLLM's MultiConnector passes the first child's to all."""
 
     children: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
 class TandemMultiConnector(MultiConnector):
-    """Loads from the child with the highest score among those that have answered.
+    """Connector that loads from the child with the highest score among those that have answered.
 
-    Raises ConfigurationError if ``connectors`` or ``load_weights`` is invalid or a TandemConnector
-    receives KV although this connector's role is kv_producer, TypeError if the hybrid KV cache
-    manager is on and a child does not support it, and what the children raise.
+    Raises ConfigurationError if ``connectors`` or ``load_weights`` is invalid, or if a child
+    TandemConnector receives KV but this connector is a kv_producer. Raises TypeError if the hybrid
+    KV cache manager is on and a child does not support it. Errors of children propagate.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -66,13 +66,13 @@ class TandemMultiConnector(MultiConnector):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Select the child with the highest score that has answered, from which the request's KV is
-        then loaded, and return its result: (tokens, whether the load is asynchronous).
+        """Select the child that loads the request's KV: the highest score among those that have
+        answered. Return its result: (tokens, whether the load is asynchronous).
 
-        None tokens defer the request to the next step: if no child has answered; or if none has
-        tokens and a TandemConnector or TandemStoreConnector has not answered, whose transfer, or
-        lookup in the KV store, would end if the request was scheduled now. Both answer in the end:
-        deadlines end their waits.
+        Tokens are None, which defers the request to the next step, if no child has answered. They
+        are also None if no child has tokens and a TandemConnector or TandemStoreConnector has not
+        answered: scheduling the request would end its transfer or its lookup in the KV store.
+        Deadlines ensure that these children answer.
         """
         best, chosen, answered, waits = 0.0, None, False, False
         found: tuple[int, bool] = (0, False)
@@ -128,9 +128,9 @@ class TandemMultiConnector(MultiConnector):
         return found
 
     def _read_load_errors(self) -> None:
-        """Collect the block ids of failed loads; if there are any, spoil the step: Tandem's
-        children then discard the KV of this step and of steps already scheduled. Other connectors
-        have no such method, so they may send or store this KV.
+        """Collect the block ids of failed loads. If there are any, tell Tandem's children to
+        discard the KV of this step and of steps already scheduled. Other connectors have no such
+        method, so they may send or store this KV.
         """
         found = super().get_block_ids_with_load_errors()
         if not found:
@@ -147,7 +147,7 @@ def _of_child(metadata: KVConnectorHandshakeMetadata, number: int) -> KVConnecto
 
 
 def _check_children(transfer: KVTransferConfig, hma: bool) -> None:
-    """Raise TypeError or ConfigurationError that names the first child that cannot be used.
+    """Raise TypeError or ConfigurationError with the name of the first unusable child.
 
     With ``hma``, each must support the hybrid KV cache manager: vLLM's own assertion does not name
     the child. No TandemConnector may receive KV unless this connector does: vLLM keeps blocks of

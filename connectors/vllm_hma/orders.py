@@ -86,7 +86,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Decode request that needs no KV and has offered no blocks: cancel the transfer."""
+    """Cancel the transfer of a decode request that needs no KV and has offered no blocks."""
 
     transfer_id: str
     producer: EngineAddress

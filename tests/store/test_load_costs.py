@@ -95,7 +95,7 @@ def test_copies_are_a_part_of_loads() -> None:
 
 @pytest.mark.parametrize(("load_s", "loads"), [(0.02, 1), (0.001, 10)])
 def test_a_slow_tier_is_tried_again(load_s: float, loads: int) -> None:
-    """One request, after TRY_AGAIN_AFTER - 1; a tier that has recovered is then used, also its copies."""
+    """By one request. A tier that has recovered is then used, also its copies."""
     costs = LoadCosts()
     for _ in range(LOADS):
         costs.read(DISK, 0, 0.02)

@@ -96,7 +96,7 @@ class Lane:
         self._end(call)
 
     def sweep(self) -> None:
-        """Fail queued calls past their deadlines, for which no thread may be free; end calls."""
+        """Fail queued calls past their deadlines, and call ``then`` of all calls that are over."""
         now = time.monotonic()
         with self._condition:
             late = [call for call in self._queue if call.deadline <= now]

@@ -99,7 +99,7 @@ class Handshaker:
         return bool(self._connecting)
 
     def hello_received(self, sender: Peer, message: Hello) -> None:
-        """A consumer worker repeats a Hello that is dropped."""
+        """Queue the answer to a Hello. Drop it if too many are pending; the worker repeats it."""
         with self._lock:
             if sender in self._pending_hellos:
                 return

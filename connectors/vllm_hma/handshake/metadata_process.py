@@ -87,7 +87,7 @@ class MetadataProcess:
                     logger.exception("Tandem: the side channel process could not be started; trying again")
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop the side channel process. Idempotent."""
         self._closing.set()
         if self._lock.locked():
             self._process.kill()  # it is being started again; the start must not delay this call

@@ -24,8 +24,8 @@ class Load:
     """Copy verified objects into a request's blocks, before the forward pass.
 
     ``start_token``      number of tokens in the engine's own cache
-    ``offsets``          offset in staging of each object
-    ``beside_transfer``  whether only full attention is loaded: a transfer fills the rest
+    ``offsets``          offset in staging, by object
+    ``beside_transfer``  whether to load only full attention, because a transfer supplies the rest
     """
 
     load_id: int
@@ -61,16 +61,16 @@ class StoreOrders:
 
 @dataclass(slots=True)
 class StoreReport:
-    """Report of one or several ranks on their copies since their last report.
+    """Report of one or more ranks on their copies since the last report.
 
-    ``attached``, ``detached``  number of ranks that have mapped the staging memory, or cannot; each
-                                reports once, with its first step
+    ``attached``, ``detached``  number of ranks that have mapped the staging memory, or have failed
+                                to; each rank reports once, with its first step
     ``loaded``                  number of ranks that have ended a load, with or without success
     ``filled``, ``failed``      number of ranks that have filled a slot, or failed to, by offset
     ``broken``                  whether a load without a transfer failed. Later KV of any request
                                 that shares blocks with the load may be invalid
-    ``timed_s``, ``copied_s``   duration on the slowest rank of the step with ``timed_tokens``, and
-                                of the loads' copies; 0: not measured, or a load failed
+    ``timed_s``, ``copied_s``   seconds on the slowest rank for the step with ``timed_tokens``, and
+                                for copies of loads; 0: not measured, or a load failed
     """
 
     attached: int = 0
@@ -109,7 +109,7 @@ class StoreReport:
 
 @dataclass(frozen=True, slots=True)
 class RankCache(KVConnectorHandshakeMetadata):
-    """Sent when the engine starts."""
+    """Cache layout and model of a rank; workers send it to the scheduler when the engine starts."""
 
     layout: EngineLayout
     model: ModelIdentity

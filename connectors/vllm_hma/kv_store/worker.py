@@ -40,8 +40,8 @@ _HANGS_S = 120.0
 
 
 class SpoiledSteps:
-    """Steps that may compute KV from the blocks of a failed load, the current one included; True if
-    there are any. Any request of such a step may read these blocks: vLLM's prefix cache has them
+    """Number of steps, from the current one on, whose KV a failed load may make invalid; false if
+    zero. Any request of these steps may read the load's blocks: vLLM's prefix cache contains them
     once the load is ordered.
 
     ``batches``  number of steps that vLLM schedules before it reads the first one's output

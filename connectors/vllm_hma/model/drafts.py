@@ -48,7 +48,7 @@ def check_store(config: VllmConfig) -> None:
 
 
 def drafting(config: VllmConfig) -> SpeculativeConfig | None:
-    """None if the drafts have no KV in the cache."""
+    """Return the speculative configuration; None if its drafts have no KV in the cache."""
     speculative = config.speculative_config
     return speculative if speculative is not None and speculative.uses_draft_kv_cache() else None
 

@@ -20,7 +20,7 @@ class Prompts:
         self._salt = ""
 
     def digest(self, request: Request) -> str:
-        """The workers add the LoRA adapter's content, which only they know."""
+        """Return a prompt's digest. Workers add the LoRA content, which only they know."""
         others = [f"{f.identifier}@{f.mm_position.offset}+{f.mm_position.length}" for f in request.mm_features]
         if request.cache_salt is not None:
             others.append(request.cache_salt)

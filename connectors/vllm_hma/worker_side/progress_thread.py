@@ -12,8 +12,8 @@ _JOIN_S = 5.0
 class ProgressThread:
     """Thread that calls ``on_start`` once, then ``progress`` in a loop.
 
-    ``progress`` returns the pause before its next call, in seconds; ``wake`` ends the pause. It
-    must not raise: the thread checks all deadlines and answers peers.
+    ``progress`` returns the pause before its next call, in seconds; ``wake`` ends the pause.
+    ``progress`` must not raise: this thread checks all deadlines and answers peers.
     """
 
     def __init__(self, progress: Callable[[], float], first_rest_s: float, on_start: Callable[[], None]) -> None:
@@ -26,7 +26,7 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="tandem-progress", daemon=True)
 
     def start(self) -> None:
-        """Raises what ``on_start`` raises, and RuntimeError: no thread would check deadlines."""
+        """Start the thread. Raises the error of ``on_start``, or RuntimeError if none can start."""
         self._thread.start()
         self._started.result()
 

@@ -1,8 +1,8 @@
-"""Queue of chunks and layers that engine steps compute, until the device has computed them.
+"""Queue of the chunks and layers of engine steps that the device may not have computed yet.
 
-The engine's thread, which alone appends, is ahead of an accelerator. So all entries but a step's
-start have an event of the ``StepFence`` and are yielded after it has passed. Layers are appended
-without a lock: a forward pass must not wait for the progress thread.
+Only the engine's thread appends. It queues kernels before an accelerator runs them, so each entry
+except the start of a step has a ``StepFence`` event and is yielded after the event has passed.
+Layers are appended without a lock: a forward pass must not wait for the progress thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class StepFence:
-    """Device events after which KV can be read. A CPU's forward pass has completed."""
+    """Device events after which KV can be read. A CPU needs none: its kernels run synchronously."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,7 +62,7 @@ class LayersComputed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """End of a step that has computed these chunks; ``begun`` has the request ids of its Begun."""
+    """End of a step that has computed these chunks. ``begun``: request ids of the step's Begun."""
 
     chunks: tuple[Chunk, ...]
     begun: frozenset[str]
@@ -96,14 +96,14 @@ class Steps:
         return bool(self._entries)
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
-        """Without chunks, the step does not report its layers."""
+        """Begin a step with these last chunks; without chunks it does not report its layers."""
         self._begun = tuple(chunk.request_id for chunk in chunks)
         self._run, self._stop = {}, {}
         if chunks:
             self._entries.append((None, Begun(tuple(chunks))))
 
     def layer(self, name: str) -> bool:
-        """Return whether the layer extends a group's computed layers without a gap."""
+        """Record a layer; return whether it extends its group's computed layers without a gap."""
         position = self._positions.get(name)
         if not self._begun or position is None:
             return False
@@ -125,7 +125,7 @@ class Steps:
         self._begun = ()
 
     def zero(self, receives: Sequence[Receive], event: torch.Event | None = None) -> None:
-        """``event``: after it, the blocks may be written, if it is not the step's end."""
+        """Append a Zeroed that passes after ``event``; None: after the kernels queued so far."""
         if receives:
             self._entries.append((event or self._fence.mark(), Zeroed(tuple(receives))))
 
@@ -140,7 +140,7 @@ class Steps:
         return taken
 
     def drop(self, request_id: str) -> None:
-        """Remove a prefill request: its blocks are freed, or its KV is wrong."""
+        """Remove a prefill request whose blocks are freed or whose KV is wrong."""
         kept: deque[tuple[torch.Event | None, Entry]] = deque()
         for event, entry in self._entries:
             match entry:
