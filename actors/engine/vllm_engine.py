@@ -224,6 +224,7 @@ class VllmEngine:
         repeated: list[bytes | StreamChunk] = []
         try:
             with self.heartbeats(rank, notices.beat):
+                # `ReplayingLLM.generate` reads the context.
                 async with aclosing(call_asgi(self._app, call, context=served.context(), notices=notices)) as answer:
                     async for item in answer:
                         self._check_alive()

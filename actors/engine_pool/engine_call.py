@@ -64,7 +64,7 @@ class EngineCall:
         self._slots = slots
         self._watcher = watcher
         self.reader: Callable[[], None] | None = None
-        """Called after items or the end have arrived; None: they wake `next`."""
+        """Called after items or the end have arrived; None: they wake `next`. `Answer` sets it."""
         self.heard = False
         """True if anything has arrived since the reader reset this, also a heartbeat."""
         self.over = False

@@ -26,7 +26,7 @@ from configs.settings.base import RoleName
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.25
+TICK_S = 1.0
 """Interval in seconds between checks of a stream's time limits."""
 
 USAGE = b'"usage":'
@@ -197,7 +197,7 @@ class Answer:
         """Pass on the items of the running call until it or the answer ends."""
         loop, writer, call = asyncio.get_running_loop(), self._writer, self._attempt.call
         self._over = loop.create_future()
-        self._heard_at, self._paused_at = loop.time(), None
+        self._heard_at, self._paused_at, self._progressed = loop.time(), None, False
         self._ends_at = self._heard_at + self._dispatcher.limits.idle_timeout_s
         writer.on_resume = call.reader = self._pump
         self._timer = loop.call_later(TICK_S, self._tick)

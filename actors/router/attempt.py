@@ -77,7 +77,7 @@ class Attempt:
         self._delivered = False
         self._late: asyncio.TimerHandle | None = None
         if decision.decode:
-            self.sent(decision.decode[0], next(iter(decision.prefill), None))
+            self.tell_planner(decision.decode[0], next(iter(decision.prefill), None))
 
     def __enter__(self) -> Self:
         return self
@@ -126,7 +126,7 @@ class Attempt:
             self.accounted.set()
         self.call = pool.dispatch(slot, call, self, order)
 
-    def sent(self, decode: str, prefill: str | None) -> None:
+    def tell_planner(self, decode: str, prefill: str | None) -> None:
         """Report the engines to the planner, in place of those reported before.
 
         ``prefill``  prefill replica; None if decode serves the attempt alone
@@ -148,7 +148,7 @@ class Attempt:
             if not self.is_open:
                 self.serve_locally(report.message)
                 assert self.pair.decode is not None
-                self.sent(self.pair.decode, None)
+                self.tell_planner(self.pair.decode, None)
             return
         if before is not None and before.replica != report.replica:
             self._tried_s = report.tried_s
@@ -163,7 +163,7 @@ class Attempt:
             case "accepted":
                 if not self._delivered:
                     assert self.pair.decode is not None
-                    self.sent(self.pair.decode, report.replica)
+                    self.tell_planner(self.pair.decode, report.replica)
                 return
             case "computed":
                 self._computed = report

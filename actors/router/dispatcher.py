@@ -28,7 +28,7 @@ from actors.router.client_request import (
     why_decode_samples,
     why_local,
 )
-from actors.router.model_router import ModelRouter, choose
+from actors.router.model_router import ModelRouter, take_slot
 from actors.rpc.messages import PrefillCandidate, PrefillOrder
 from connectors.errors import TandemError
 
@@ -185,7 +185,7 @@ class Dispatcher:
         with self._begin(decision) as attempt:
             slot = attempt.take(self.model.decode, await self._choose_decode(decision))
             order = None if decision.local else await self._order(attempt, slot, replay_log)
-            attempt.sent(slot.replica_id, None if order is None else order.candidates[0].replica)
+            attempt.tell_planner(slot.replica_id, None if order is None else order.candidates[0].replica)
             request = self.request
             attempt.send(
                 Call("POST", request.endpoint, request.headers, request.raw, replay_log, request.sequences), order
@@ -299,7 +299,7 @@ class Dispatcher:
                 attempt.close()
                 return None
             if decision.decode:
-                attempt.sent(decision.decode[0], slot.replica_id)
+                attempt.tell_planner(decision.decode[0], slot.replica_id)
             request = self.request
             try:
                 attempt.send(Call("POST", request.endpoint, request.headers, request.raw))
@@ -354,7 +354,7 @@ class Dispatcher:
         """
         try:
             wanted = SlotRequest(self._failed_prefill, decision.prefill, identity=identity)
-            return await choose("prefill", self.model.prefill, self.limits.prefill_wait_s, wanted)
+            return await take_slot("prefill", self.model.prefill, self.limits.prefill_wait_s, wanted)
         except TandemError as error:
             logger.warning("serving a request on decode alone: %s", error)
             return None
@@ -364,7 +364,7 @@ class Dispatcher:
         request, timeout_s = self.request, self.limits.replica_timeout_s
         wanted = SlotRequest(self._avoided(), decision.decode, request.sequences, self._identity, request.part)
         try:
-            slot = await choose("decode", self.model.decode, timeout_s, wanted, queues=True)
+            slot = await take_slot("decode", self.model.decode, timeout_s, wanted, queues=True)
         except DeadlineError as error:
             if self._suspect_decode:
                 self._suspect_decode.clear()

@@ -141,7 +141,7 @@ class ModelRouter:
                 waited_s = 0.0 if full_since is None else loop.time() - full_since
                 try:
                     left_s = self.limits.replica_timeout_s - waited_s
-                    slot = await choose("decode", self.decode, left_s, SlotRequest(asked))
+                    slot = await take_slot("decode", self.decode, left_s, SlotRequest(asked))
                 except DeadlineError:
                     raise BusyError(f"no decode engine that can answer {what} has a free slot; retry later") from None
                 stack.callback(self.decode.give_back, slot)
@@ -214,7 +214,9 @@ class ModelRouter:
         await asyncio.gather(*(engines.close() for engines in self.pools.values()))
 
 
-async def choose(role: str, engines: EnginePool, timeout_s: float, wanted: SlotRequest, queues: bool = False) -> Slot:
+async def take_slot(
+    role: str, engines: EnginePool, timeout_s: float, wanted: SlotRequest, queues: bool = False
+) -> Slot:
     """Take slots on a replica of `role`.
 
     Waits `timeout_s`; with `queues`, waits longer while a replica runs that the request may use,

@@ -1,4 +1,7 @@
-"""A router's connections to engines, one per engine: sockets and timers around `protocol.py`."""
+"""A caller's connections to engines: sockets and timers around `protocol.py`.
+
+The caller is a router, or a decode engine that calls prefill.
+"""
 
 import asyncio
 import ssl
@@ -9,7 +12,7 @@ from actors.errors import EngineDownError, EngineError
 from actors.request import Item
 from actors.rpc.address import RpcAddress, enable_keepalive
 from actors.rpc.messages import Reply, RpcFailure, RpcProtocolError, RpcRequest, StreamItem
-from actors.rpc.protocol import RouterProtocol
+from actors.rpc.protocol import CallerProtocol
 from actors.tls import ReloadedTls
 
 CONNECT_S = 5.0
@@ -66,7 +69,7 @@ class Channel(asyncio.Protocol):
         self.address = address
         self._tls = tls
         self._closed = closed
-        self._protocol = RouterProtocol(address.key)
+        self._protocol = CallerProtocol(address.key)
         self._listeners: dict[int, Listener] = {}
         self._transport: asyncio.Transport | None = None
         self._idle: asyncio.TimerHandle | None = None

@@ -90,7 +90,7 @@ ENGINE_TABLE: Table = {
     (StreamState.ENDED, CancelStream): (StreamState.ENDED, False),
 }
 
-ROUTER_TABLE: Table = {
+CALLER_TABLE: Table = {
     (StreamState.OPEN, StreamItem): (StreamState.OPEN, True),
     (StreamState.OPEN, EndStream): (StreamState.ENDED, True),
     (StreamState.ASKED, Reply): (StreamState.ENDED, True),
@@ -270,11 +270,11 @@ class EngineProtocol(_Endpoint):
         self._credit[credit.stream] = min(self._credit.get(credit.stream, 0) + credit.size, WINDOW_BYTES)
 
 
-class RouterProtocol(_Endpoint):
+class CallerProtocol(_Endpoint):
     """The router's side of one connection. Queues messages until the RpcWelcome."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(ROUTER_TABLE, None)
+        super().__init__(CALLER_TABLE, None)
         self._hello: RpcHello | None = RpcHello(NEWEST_VERSION, key)
         self._unread: dict[int, int] = {}
         """Bytes received on each open stream for which the router has not yet sent Credit."""

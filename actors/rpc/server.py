@@ -100,7 +100,7 @@ class RpcServer:
         enable_keepalive(listener)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: ServerConnection(self._key, self._answer, self._call_method, self._connections),
+            lambda: ServerConnection(self._key, self._run_call, self._run_method, self._connections),
             sock=listener,
             ssl=tls,
             ssl_handshake_timeout=None if tls is None else HANDSHAKE_S,
@@ -147,7 +147,7 @@ class RpcServer:
             if not self._kept:
                 self._unkept.set()
 
-    async def _call_method(self, method: str, arguments: tuple[Any, ...]) -> Any:
+    async def _run_method(self, method: str, arguments: tuple[Any, ...]) -> Any:
         """Return the encoded result of one of `methods`.
 
         Raises the method's errors, and ValueError for an unknown method or a result of a type
@@ -161,7 +161,7 @@ class RpcServer:
         except TypeError as error:  # in `take`, the error would affect the messages of all streams
             raise ValueError(f"{method} returned a value that msgpack cannot encode: {error}") from error
 
-    async def _answer(self, request: RpcRequest, stream: ServedStream) -> RpcFailure | None:
+    async def _run_call(self, request: RpcRequest, stream: ServedStream) -> RpcFailure | None:
         self._record_queue(request, time.monotonic())
         if refusal := await self._refusal():
             return refusal

@@ -22,13 +22,13 @@ They are sent with the next item if it follows in this time, because each frame 
 process.
 """
 
-Serve = Callable[[RpcRequest, "ServedStream"], Coroutine[Any, Any, RpcFailure | None]]
+RunCall = Callable[[RpcRequest, "ServedStream"], Coroutine[Any, Any, RpcFailure | None]]
 """Function that sends an answer on a stream; returns the failure of an incomplete answer, or None.
 
 It is cancelled if the router cancels the call, the connection ends or the server closes.
 """
 
-Answer = Callable[[str, tuple[Any, ...]], Coroutine[Any, Any, Any]]
+RunMethod = Callable[[str, tuple[Any, ...]], Coroutine[Any, Any, Any]]
 """Function that returns the result of a method, by name and arguments; cancelled as `Serve` is."""
 
 
@@ -72,10 +72,12 @@ class ServerConnection(asyncio.Protocol):
     without an RpcHello.
     """
 
-    def __init__(self, key: str, serve: Serve, answer: Answer, connections: set["ServerConnection"]) -> None:
+    def __init__(
+        self, key: str, run_call: RunCall, run_method: RunMethod, connections: set["ServerConnection"]
+    ) -> None:
         self._protocol = EngineProtocol(key)
-        self._serve = serve
-        self._answer = answer
+        self._run_call = run_call
+        self._run_method = run_method
         self._connections = connections
         self._streams: dict[int, ServedStream] = {}
         self._can_write = True
@@ -97,10 +99,10 @@ class ServerConnection(asyncio.Protocol):
                 match message:
                     case Open(number, request):
                         stream = self._open_stream(number, request.maybe_full)
-                        self._run(stream, self._serve(request, stream))
+                        self._run(stream, self._run_call(request, stream))
                     case Ask(number, method, arguments):
                         stream = self._open_stream(number)
-                        self._run(stream, self._answer(method, arguments), reply=True)
+                        self._run(stream, self._run_method(method, arguments), reply=True)
                     case CancelStream(number, done):
                         # A caller of version 1 calls the method `discard` if decode has no KV.
                         self._streams[number].done = done or self._protocol.version == 1

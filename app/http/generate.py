@@ -147,6 +147,7 @@ class Generate:
     ) -> None:
         """Send the rest of a stream. After an error, the last event is an error event."""
         last, connection = b"", scope.get(CONNECTION)
+        # `BoundedHttpProtocol`, or a writer for the proxy of Ray Serve.
         writer: Any = connection or SendWriter(send)
         try:
             try:

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.types import Message, Scope
 
 from actors import large_json
+from actors.errors import UnavailableError
 from actors.large_json import off_loop
 from actors.policy.prompts import answers_each
 from actors.request import TRANSFER_FIELD, Endpoint, Headers
@@ -87,29 +88,38 @@ async def read_request(
 
     ``explain``  see `ClientRequest`
 
-    Raises BadRequestError if the request is invalid or its body is late (`body_timeout_s`), and
-    ClientDisconnect if the client closes the connection before the end of the body.
+    Raises BadRequestError if the request is invalid or its body is late (`body_timeout_s`),
+    ClientDisconnect if the client closes the connection before the end of the body, and
+    UnavailableError if no thread has parsed the body after as long again.
     """
     arrived_at = time.monotonic()
     raw = await read_body(request, limits.max_body_bytes, limits.body_timeout_s)
     read_at = time.monotonic()
-    if endpoint in FORM_ENDPOINTS:
-        body = await parse_form(request, raw)
-    else:
-        body = await off_loop(len(raw), partial(parse_body, raw))
-    if endpoint == "/invocations":
-        if ADAPTER_HEADER in request.headers:
-            raise BadRequestError(f"{ADAPTER_HEADER} is not supported; name the adapter in `model`", param="model")
-        # For the bodies of other models, decode's vLLM chooses the endpoint.
-        endpoint = next((one for field, one in INVOKED.items() if body.get(field) is not None), endpoint)
-    check_prompts(body, limits.max_prompts)
-    headers = forwarded_headers(request, limits.client_priority)
-    if isinstance(body.get("request_id"), str) and not _sends_id(request):
-        # vLLM would prefer the generated header to the body's id.
-        headers = tuple(header for header in headers if header[0] != b"x-request-id")
-    session = request.headers.get(limits.routing.session_header)
-    found = ClientRequest(endpoint, headers, raw, body, session, explain, arrived_at=arrived_at, read_at=read_at)
-    await found.prepare()
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            if endpoint in FORM_ENDPOINTS:
+                body = await parse_form(request, raw)
+            else:
+                body = await off_loop(len(raw), partial(parse_body, raw))
+            if endpoint == "/invocations":
+                if ADAPTER_HEADER in request.headers:
+                    message = f"{ADAPTER_HEADER} is not supported; name the adapter in `model`"
+                    raise BadRequestError(message, param="model")
+                # For the bodies of other models, decode's vLLM chooses the endpoint.
+                endpoint = next((one for field, one in INVOKED.items() if body.get(field) is not None), endpoint)
+            check_prompts(body, limits.max_prompts)
+            headers = forwarded_headers(request, limits.client_priority)
+            if isinstance(body.get("request_id"), str) and not _sends_id(request):
+                # vLLM would prefer the generated header to the body's id.
+                headers = tuple(header for header in headers if header[0] != b"x-request-id")
+            session = request.headers.get(limits.routing.session_header)
+            found = ClientRequest(
+                endpoint, headers, raw, body, session, explain, arrived_at=arrived_at, read_at=read_at
+            )
+            await found.prepare()
+    except TimeoutError:
+        message = f"the router has not parsed the body within {limits.body_timeout_s:g} s: it is busy; try again"
+        raise UnavailableError(message) from None
     return found
 
 

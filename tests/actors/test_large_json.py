@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from actors import large_json
+from actors.errors import UnavailableError
 from actors.large_json import OFF_LOOP_BYTES, loads
 from actors.policy.prompts import read_prompt
 from actors.router import client_request
@@ -66,6 +68,20 @@ async def test_a_router_serves_others_while_it_reads_a_large_body() -> None:
     assert found.body["prompt"][-2:] == [12345, 1]
     assert "prompt" in vars(found)
     assert ticks >= TICKS
+
+
+async def test_a_router_whose_threads_are_busy_refuses_a_large_body() -> None:
+    """After `body_timeout_s`, not when a thread is free."""
+    release, loop = threading.Event(), asyncio.get_running_loop()
+    threads = ThreadPoolExecutor(1)
+    loop.set_default_executor(threads)
+    threads.submit(release.wait, 60)
+    try:
+        limits = RouterLimits(max_body_bytes=2 * BODY_BYTES, body_timeout_s=0.05)
+        with pytest.raises(UnavailableError, match="it is busy"):
+            await read_request(http(token_ids()), "/v1/completions", limits)
+    finally:
+        release.set()
 
 
 @pytest.mark.usefixtures("engine_side")

@@ -23,15 +23,15 @@ from actors.rpc.messages import (
     encode,
 )
 from actors.rpc.protocol import (
+    CALLER_TABLE,
     ENGINE_TABLE,
     GRANT_BYTES,
     ITEM_BYTES,
     NEWEST_VERSION,
     PIECE_BYTES,
-    ROUTER_TABLE,
     WINDOW_BYTES,
+    CallerProtocol,
     EngineProtocol,
-    RouterProtocol,
     StreamState,
     common_version,
     item_bytes,
@@ -41,9 +41,9 @@ from actors.rpc.protocol import (
 REQUEST = RpcRequest(Call("POST", "/"), "router", 0)
 
 
-def pair() -> tuple[RouterProtocol, EngineProtocol]:
+def pair() -> tuple[CallerProtocol, EngineProtocol]:
     """Return two sides that have agreed on a version."""
-    router, engine = RouterProtocol("key"), EngineProtocol("key")
+    router, engine = CallerProtocol("key"), EngineProtocol("key")
     assert list(engine.receive(router.take())) == []
     assert list(router.receive(engine.take())) == []
     assert router.version == engine.version == NEWEST_VERSION
@@ -70,7 +70,7 @@ def test_versions(offered: int, newest: int, oldest: int, common: int | None) ->
 
 def test_a_call_by_hand() -> None:
     """Only the RpcHello precedes the RpcWelcome; then each side receives the other's messages."""
-    router, engine = RouterProtocol("key"), EngineProtocol("key")
+    router, engine = CallerProtocol("key"), EngineProtocol("key")
     assert router.open(REQUEST) == 1
     assert list(engine.receive(router.take())) == []
     assert router.take() == b""
@@ -113,7 +113,7 @@ def engine_in(state: StreamState) -> EngineProtocol:
     return engine
 
 
-def router_in(state: StreamState) -> RouterProtocol:
+def router_in(state: StreamState) -> CallerProtocol:
     """Return a router whose stream 1 is in `state`."""
     router, _ = pair()
     if state is not StreamState.NEW:
@@ -135,7 +135,7 @@ def test_the_engines_table(state: StreamState, message: Any) -> None:
 @pytest.mark.parametrize(("state", "message"), list(itertools.product(StreamState, ENGINE_MESSAGES + ROUTER_MESSAGES)))
 def test_the_routers_table(state: StreamState, message: Any) -> None:
     """Each message in each state: passed on, ignored, or refused, as in the table."""
-    check(router_in(state), ROUTER_TABLE.get((state, type(message))), message)
+    check(router_in(state), CALLER_TABLE.get((state, type(message))), message)
 
 
 def check(side: Any, row: tuple[StreamState, bool] | None, message: Any) -> None:
@@ -150,7 +150,7 @@ def check(side: Any, row: tuple[StreamState, bool] | None, message: Any) -> None
 
 def test_a_call_that_is_cancelled_before_it_is_sent() -> None:
     """A call cancelled before the RpcWelcome is never sent."""
-    router = RouterProtocol("key")
+    router = CallerProtocol("key")
     router.take()
     router.cancel(router.open(REQUEST))
     list(router.receive(encode([RpcWelcome(1)])))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from actors.request import Call
+from actors.router import answer
 from app.http import generate
 from app.http.routes import build_http
 from tests.actors.behaviours import LIMITS, engine, fleet, request, well
@@ -54,6 +55,7 @@ async def test_a_client_that_reads_nothing_loses_its_slots(
     A client that reads slowly receives everything, however long it takes.
     """
     monkeypatch.setattr(generate, "STREAM_END_S", 1.0)
+    monkeypatch.setattr(answer, "TICK_S", 0.25)
     router, prefill, decode = fleet([well], [paced])
     router.limits = LIMITS.model_copy(update={"idle_timeout_s": 0.5})
     client = SlowClient(piece_s)
