@@ -406,11 +406,12 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     # Metrics, on both sides.
 
     def get_kv_connector_stats(self) -> TandemStats | None:
-        if self._scheduler is None:
-            return None if self._worker is None else self._worker.stats()
-        stats = self._scheduler.stats() or TandemStats()
-        if self._store_scheduler is not None:
-            stats.aggregate(self._store_scheduler.stats())
+        stats = TandemStats()
+        for side in (self._worker, self._scheduler, self._store_scheduler):
+            if side is not None and (changes := side.stats()) is not None:
+                stats.aggregate(changes)
+        # Children of a MultiConnector share their metrics: no numbers may replace another child's.
+        stats.data["ranks"] = {f"{rank} {id(self)}": counts for rank, counts in stats.data["ranks"].items()}
         return None if stats.is_empty() else stats
 
     # Scheduler and worker side.

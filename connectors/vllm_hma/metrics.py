@@ -137,9 +137,9 @@ class TandemStats(KVConnectorStats):
     """Changes since the last report, in ``data``.
 
     ``counts``    ``{counter: {label: number}}``
-    ``ranks``     ``{rank: {name: number}}`` of each rank with a change: transfers by stage,
-                  ``quarantined`` transfers and ``hanging`` writes. Under the rank ``store``:
-                  fetches from the KV store in progress
+    ``ranks``     ``{"<rank> <connector>": {name: number}}`` of each rank with a change: transfers
+                  by stage, ``quarantined`` transfers and ``hanging`` writes. Under the rank
+                  ``store``: fetches from the KV store in progress
     ``arrivals``  ``{request id: [asked_at, ended_at, failed]}``: start of the transfer on the first
                   rank and its end on the last, in ``time.monotonic()`` seconds of the engine's
                   host; whether it failed on any rank. A request that failed in the queue has no

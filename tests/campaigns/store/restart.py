@@ -10,6 +10,7 @@ files that the last life was writing are removed soon; header and digest of each
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import random
@@ -38,6 +39,8 @@ LEAST_LOADED = 0.95
 CLIENTS, NEW_TOKENS = 4, 40
 WRITE_S = 60.0
 """Time in seconds within which engines under load begin a write, and remove parts of others."""
+ANSWERS_S = 1200.0
+"""Time in seconds within which engines start, or answer a list of prompts."""
 
 Prompt = tuple[int, ...]
 
@@ -211,11 +214,15 @@ class Engines:
         if not self._killed:
             self._killed = True
             assert self._process.pid is not None
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the process has no group of its own yet
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
             self._process.join()
 
     def _received(self) -> Any:
         try:
+            if not self._pipe.poll(ANSWERS_S):
+                raise TimeoutError(f"the engines have not started or answered after {ANSWERS_S:.0f} s")
             return self._pipe.recv()
         except EOFError:
             causes = [line for line in self._log.read_text().splitlines() if "Error" in line]
@@ -281,7 +288,7 @@ def kill_during_a_write(engines: Engines, store: Path, left: set[str]) -> list[s
 def _case(report: Report, name: str, case: Case, count: int, kills: int) -> None:
     chunk, folder = case.chunk_tokens, report.folder / name
     model, store = case.family.build(folder / "model"), folder / "store"
-    left, last = set[str](), dict[Prompt, tuple[Answer, int]]()
+    left, last, during = set[str](), dict[Prompt, tuple[Answer, int]](), 0
     answers: list[tuple[str, Prompt, Answer]] = []
     for number in range(kills + 1):
         life = f"{name}, life {number}"
@@ -296,6 +303,7 @@ def _case(report: Report, name: str, case: Case, count: int, kills: int) -> None
             for problem in kill_during_a_write(engines, store, left):
                 report.problem(f"{life}: {problem}")
         left = parts(store)
+        during += bool(left)
         could = sum(tokens // chunk * chunk for tokens in known.values())
         did = sum(last[prompt][1] for prompt in known)
         report.row(
@@ -304,6 +312,7 @@ def _case(report: Report, name: str, case: Case, count: int, kills: int) -> None
         )  # fmt: skip
         report.check(did >= LEAST_LOADED * could, f"{life}: prefill loaded {did} of {could} tokens")
         answers += [(life, prompt, answer) for prompt, (answer, _) in last.items()]
+    report.check(during, f"{name}: no engine was killed during a write")
     alone = Setup(model, Shape(case.second.tp_sizes[-1:], case.second.block_size), chunk, engine=case.family.engine)
     with Engines(alone, folder / "alone.log") as engine:
         right = engine.ask(list(dict.fromkeys(prompt for _, prompt, _ in answers)))
