@@ -7,9 +7,10 @@ resume, another engine first emits the groups of the replay log, then continues.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.errors import CannotResumeError, TandemError
 from actors.request import FirstTokenChunk, ReplayLog, StreamChunk, TokenChunk, TokenGroup, TokenSource
@@ -47,7 +48,14 @@ class ServedCall:
     """Tokens that vLLM's frontend has to process before the engine's own first output."""
     prefilled: int = 0
     """Number of tokens of `replay` that the engine computes with the prompt."""
-    _recorded: int = 0
+    transfer: Mapping[str, Any] | None = None
+    """Parameters of the KV of the prompt and of `replay`; None: this engine computes them."""
+    movable: bool = False
+    """Whether another engine may continue the stream before its end."""
+    moved: Callable[[Mapping[str, Any]], None] = lambda _: None
+    """Called after the last output of a stream that moves, with the parameters of its KV."""
+    recorded: int = 0
+    """Number of tokens so far."""
     _sampled: bool = False
     _new: deque[TokenGroup] = field(default_factory=deque)
     _began: bool = False
@@ -60,12 +68,12 @@ class ServedCall:
     def record(self, tokens: Sequence[int]) -> None:
         if tokens:
             self._new.append(tuple(tokens))
-            self._recorded += len(tokens)
+            self.recorded += len(tokens)
 
     @property
     def repeats(self) -> bool:
         """True while the outputs so far are of prefilled tokens: the engine may not have the KV."""
-        return 0 < self.prefilled >= self._recorded
+        return 0 < self.prefilled >= self.recorded
 
     def sampled(self) -> None:
         """Make the next chunk a StreamChunk, even if no token group is recorded."""
@@ -91,7 +99,7 @@ class ServedCall:
         if self.prompt_tokens is not None:
             prompt_tokens, self.prompt_tokens = self.prompt_tokens, None
             return FirstTokenChunk(body, groups, timings, prompt_tokens, digest, source)
-        prefilled = self.prefilled if groups and self._recorded == sum(map(len, groups)) else 0
+        prefilled = self.prefilled if groups and self.recorded == sum(map(len, groups)) else 0
         return TokenChunk(body, groups, timings, digest, source, prefilled)
 
     def fail(self, why: str) -> TandemError:

@@ -8,7 +8,15 @@ from typing import Any
 
 from actors.engine.asgi_call import Notices
 from actors.engine.engine_actor import CallItem, EngineActor
-from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, PeerReplicas, ProbeParams, every, probe_timeout_s
+from actors.engine.moves import move_streams
+from actors.engine.pair_warmup import (
+    CALL_MARGIN_S,
+    WARM_UP_INTERVAL_S,
+    PeerReplicas,
+    ProbeParams,
+    every,
+    probe_timeout_s,
+)
 from actors.engine.split.split_call import SplitCall
 from actors.request import Call
 from actors.rpc.messages import RpcRequest
@@ -30,6 +38,7 @@ class Decode(EngineActor):
         await self._watch_nodes(settings)
         self._probe_s = probe_timeout_s(settings.transfer)
         self._prefill = PeerReplicas("prefill", self._probe_s)
+        self._others = PeerReplicas("decode", CALL_MARGIN_S)
         # The latest MOST_WARM prefill engines with which a rank has run a probe, by rank.
         self._warm: list[dict[str, None]] = [{} for _ in self.engine.ranks]
         await self.warm_up_new_pairs()
@@ -45,6 +54,23 @@ class Decode(EngineActor):
 
     def _serve(self, rank: int, call: Call, notices: Notices, began_at: float) -> AsyncGenerator[Any, None]:
         return self.engine.serve(call, rank, notices, began_at)
+
+    async def identities(self) -> list[str]:
+        """Return the identities of the ranks that accept calls, for replicas whose streams move."""
+        await self.engine.check_health()
+        ranks = zip(self._rpc_servers, self.engine.described, strict=True)
+        return [described.get("identity", "") for server, described in ranks if not server.leaving.is_set()]
+
+    async def _drain(self) -> None:
+        moving = [
+            asyncio.create_task(move_streams(self.engine, rank, server, self._others), name="moves-streams")
+            for rank, server in enumerate(getattr(self, "_rpc_servers", ()))
+        ]
+        try:
+            await super()._drain()
+        finally:
+            for task in moving:
+                task.cancel()
 
     async def fetch_probes(self, probes: Mapping[str, list[ProbeParams]]) -> None:
         """Fetch the probes, by rank id, of a starting prefill replica."""

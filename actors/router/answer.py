@@ -6,7 +6,7 @@ from collections import deque
 from contextlib import suppress
 from functools import cached_property
 
-from actors.errors import CannotResumeError, HandoverError, UnavailableError
+from actors.errors import CannotResumeError, HandoverError, MovedError, UnavailableError
 from actors.request import FirstTokenChunk, StreamChunk
 from actors.router.client_request import ClientRequest, why_not_resumable
 from actors.router.dispatch.attempt import Attempt
@@ -174,14 +174,24 @@ class Answer:
                 self._attempts.timing.extend(self._attempts.limits.idle_timeout_s)
                 identity = _check_resumable(self._attempts.request, splice)
             splice.handed_over = None  # the next engine repeats the recorded tokens
-            if isinstance(error, HandoverError):
+            left, transfer = self._attempt, None
+            if isinstance(error, MovedError):
+                # The stopping engine holds the KV until its call ends.
+                transfer = error.transfer if splice.sent else None
+                self._attempts.decode_leaves()
+            elif isinstance(error, HandoverError):
                 logger.warning("trying to continue a stream with another attempt: %s", error)
             elif (alone := self._attempt.on_prefill) is not None:
                 self._attempts.prefill_failed(alone, error)
             else:
                 self._attempts.decode_failed(error)
-            self.close()
-            self._attempt = await self._attempts.open(splice.replay_log(), identity)
+            if not transfer:
+                self.close()
+            try:
+                self._attempt = await self._attempts.open(splice.replay_log(), identity, transfer)
+            finally:
+                if transfer:
+                    left.close(splice.tokens)
             start = self._attempt.start
             if not splice.sent:
                 self._first = self._attempt
@@ -192,7 +202,7 @@ class Answer:
                     f"the engine that should continue the stream answered HTTP {start.status}; send the request again"
                 )
             self._items = deque(self._attempt.items)
-            outcome = "resumed"
+            outcome = "moved" if isinstance(error, MovedError) else "resumed"
         except CannotResumeError:
             outcome = "refused"
             raise

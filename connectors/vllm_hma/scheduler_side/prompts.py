@@ -24,8 +24,10 @@ class Prompts:
         self._whole_images = whole_images
         self._salt = ""
 
-    def digest(self, request: Request) -> str:
+    def digest(self, request: Request, moved: bool = False) -> str:
         """Return the prompt digest, which must be equal for both requests of a transfer.
+
+        That of a ``moved`` request covers its output.
 
         It excludes the LoRA adapter. The workers add the adapter's content, which only they know.
         """
@@ -34,7 +36,7 @@ class Prompts:
             others.append(request.cache_salt)
         if self._salt:
             others.append(f"reset {self._salt}")
-        return prompt_digest(request.prompt_token_ids, others)
+        return prompt_digest([*request.all_token_ids] if moved else request.prompt_token_ids, others)
 
     def reset(self) -> None:
         """Make later digests differ from earlier ones, and from those of all other engines."""
