@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from vllm import SamplingParams, TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from actors.engine.vllm_engine import VllmEngine
 from connectors.protocol.params import EMITTED_TOKENS
 from testing.engines import start_engine
 from testing.identity import prompts
+from testing.sse import said
+from testing.streams import KINDS
 from testing.trace import read_trace
 from tests.campaigns.shapes.families import FAMILIES
 from tests.e2e.pair.conftest import all_reset, until
+from tests.e2e.two_engines import NothingLeftError, start, stream
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 SUPERVISOR = "the engines' supervisor"
 TOKENS, STREAMS = 48, 16
@@ -99,3 +104,41 @@ async def test_a_moved_stream_is_that_of_one_engine(tmp_path: Path, name: str) -
     finally:
         target.shutdown()
         source.shutdown()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two_engines() -> AsyncIterator[tuple[VllmEngine, VllmEngine]]:
+    engines = [await start() for _ in range(2)]
+    try:
+        yield engines[0], engines[1]
+    finally:
+        for engine in engines:
+            await engine.close()
+
+
+MOVING = ["greedy", "min tokens", "regex", *(kind for kind in KINDS if kind.startswith("greedy "))]
+CUTS = (1, 14, 27)
+
+
+@pytest.mark.parametrize("kind", MOVING)
+async def test_a_clients_stream_moves(two_engines: tuple[VllmEngine, VllmEngine], kind: str) -> None:
+    """Equal text, token ids, tool calls, finish reason and usage; the other engine has the KV."""
+    engine, heir = two_engines
+    whole = said(await stream(engine, *KINDS[kind]))
+    for cut in CUTS:
+        try:
+            moved = said(await stream(engine, *KINDS[kind], cut, heir, moves=True))
+        except NothingLeftError:
+            assert cut > whole["usage"]["completion_tokens"] / 2
+            break
+        assert moved == whole, f"moved after token {cut}"
+    llms = engine._llm, heir._llm  # noqa: SLF001 - no public way to the block pools
+    await until(lambda: all_reset(*llms))
+
+
+@pytest.mark.parametrize("kind", ["logprobs", "penalties"])
+async def test_a_stream_that_would_be_repeated_stays(two_engines: tuple[VllmEngine, VllmEngine], kind: str) -> None:
+    """Its tokens depend on the steps, so another engine could not use the KV."""
+    engine, heir = two_engines
+    with pytest.raises(NothingLeftError):
+        await stream(engine, *KINDS[kind], 14, heir, moves=True)
