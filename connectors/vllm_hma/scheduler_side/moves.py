@@ -1,9 +1,8 @@
 """Running requests that another engine continues: this engine keeps their KV and sends it.
 
-A move lowers the request's ``max_tokens``, so that vLLM itself ends it with the next token that it
-samples: after the steps already scheduled, and before another one. All tokens but the last then
-have KV, and a state ends with them, as after a prefill request (``productions.py``). The consumer
-computes the last token.
+A request that moves ends with its next token (``upstream/vllm_early_end.py``). All tokens but the
+last then have KV, and a state ends with them, as after a prefill request (``productions.py``). The
+consumer computes the last token.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from connectors.protocol.params import MoveParams
 from connectors.vllm_hma.model.adapters import adapter_of
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.scheduler_side.outbox import Outbox
 from connectors.vllm_hma.scheduler_side.prompts import Prompts
+from connectors.vllm_hma.upstream.vllm_early_end import end_soon, ended_early, has_kv
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -36,14 +34,9 @@ class Moves:
         self._requests[request.request_id] = request
 
     def begin(self, params: MoveParams) -> None:
-        """End a request with its next token. Without effect if it ends there anyway."""
+        """End a request with its next token, unless it ends by itself."""
         request = self._requests.get(params.request_id)
-        if request is None or request.resumable or request.prompt_embeds is not None:
-            return
-        # Steps already scheduled sample the placeholders.
-        tokens = request.num_output_tokens + max(1, request.num_output_placeholders)
-        if tokens < request.max_tokens:
-            request.max_tokens = tokens
+        if request is not None and request.prompt_embeds is None and end_soon(request):
             self._moving[request.request_id] = params.transfer_id
 
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[bool, dict[str, object] | None]:
@@ -54,10 +47,10 @@ class Moves:
         """
         self._requests.pop(request.request_id, None)
         transfer_id = self._moving.pop(request.request_id, None)
-        if transfer_id is None or request.status is not RequestStatus.FINISHED_LENGTH_CAPPED:
+        if transfer_id is None or not ended_early(request):
             return False, None
         tokens = request.num_tokens - 1
-        if request.num_computed_tokens != tokens or request.num_in_flight_tokens:
+        if not has_kv(request, tokens):
             return False, {"moved": True}
         orders, request_id = self._outbox.orders, request.request_id
         digest = self._prompts.digest(request, moved=True)
