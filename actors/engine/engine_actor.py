@@ -21,7 +21,7 @@ from actors.engine.vllm_engine import VllmEngine
 from actors.engine_pool.discovery import engine_names, ranked_metadata
 from actors.errors import EngineStartError
 from actors.process import prepare_process
-from actors.request import Accepted, Call, Heartbeat, PrefillReport, ResponseStart, StreamChunk
+from actors.request import Accepted, Call, Heartbeat, Moved, PrefillReport, ResponseStart, StreamChunk
 from actors.rpc.client import Channels
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
@@ -34,7 +34,7 @@ from configs.settings.service import ServiceSettings
 
 logger = logging.getLogger(__name__)
 
-CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | PrefillReport | bytes
+CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | PrefillReport | Moved | bytes
 
 
 class EngineActor:

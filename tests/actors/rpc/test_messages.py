@@ -123,7 +123,7 @@ def test_the_origin_of_tokens() -> None:
 def test_a_stream_that_moves() -> None:
     """An engine sends this item only to a router that has asked for it (`Call.movable`)."""
     call = Call("POST", "/v1/completions", movable=True, transfer={"transfer_id": "t", "remote_num_tokens": 7})
-    messages = [StreamItem(1, Moved({"transfer_id": "t"})), Open(2, RpcRequest(call, "router", 0))]
+    messages: list[Any] = [StreamItem(1, Moved({"transfer_id": "t"})), Open(2, RpcRequest(call, "router", 0))]
     assert list(FrameReader().feed(encode(messages))) == messages
 
 
