@@ -80,6 +80,7 @@ class ServedCall:
     """Called after the last output of a stream that moves, with the parameters of its KV."""
     recorded: int = 0
     """Number of tokens so far."""
+    _identified: bool = False
     _sampled: bool = False
     _new: deque[TokenGroup] = field(default_factory=deque)
     _began: bool = False
@@ -101,6 +102,11 @@ class ServedCall:
     def repeats(self) -> bool:
         """True while the outputs so far are of prefilled tokens: the engine may not have the KV."""
         return 0 < self.prefilled >= self.recorded
+
+    @property
+    def may_move(self) -> bool:
+        """Whether the stream can move now: no engine continues one of unknown source."""
+        return self.movable and self._identified
 
     def sampled(self) -> None:
         """Make the next chunk a StreamChunk, even if no token group is recorded."""
@@ -159,6 +165,7 @@ class ServedCall:
             digest, self.prompt_digest = self.prompt_digest, None
             if (source := self.source()) is not None:
                 self.source = lambda: None
+                self._identified = True
         if self.prompt_tokens is not None:
             prompt_tokens, self.prompt_tokens = self.prompt_tokens, None
             return FirstTokenChunk(body, groups, timings, prompt_tokens, digest, source)

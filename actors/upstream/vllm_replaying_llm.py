@@ -172,7 +172,7 @@ class ReplayingLLM(AsyncLLM):
         return {
             request_id: (state.max_tokens_param or 0) - served.recorded
             for request_id, (state, served) in calls.items()
-            if served is not None and served.movable and served.data_parallel_rank == rank
+            if served is not None and served.may_move and served.data_parallel_rank == rank
         }
 
     def _run_output_handler(self) -> None:
@@ -204,7 +204,7 @@ class ReplayingLLM(AsyncLLM):
         if served is not None:
             served.source = partial(self._source, served.data_parallel_rank, options.get("lora_request"))
             served.split_first = True
-            served.movable &= self._prefills(params)
+            served.movable = served.movable and self._prefills(params)
             if samples:
                 params, served.unfinished = one_token(params), params.max_tokens != 1
         try:
