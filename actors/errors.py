@@ -1,5 +1,8 @@
 """Errors of requests and engines."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from connectors.errors import TandemError
 
 
@@ -33,6 +36,14 @@ class HandoverError(UnavailableError):
     Decode refused the request or sampled another token, or the prefill leg broke. The decode
     engine may still run, so another attempt may use the same replica.
     """
+
+
+class MovedError(UnavailableError):
+    """The engine of a stream is stopping; ``transfer`` as in `Moved`."""
+
+    def __init__(self, transfer: Mapping[str, Any]) -> None:
+        super().__init__("the engine of the stream is stopping; send the request again")
+        self.transfer = transfer
 
 
 class RefusedError(TandemError):

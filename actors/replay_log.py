@@ -72,7 +72,15 @@ class ServedCall:
     """Tokens that vLLM's frontend has to process before the engine's own first output."""
     prefilled: int = 0
     """Number of tokens of `replay` that the engine computes with the prompt."""
-    _recorded: int = 0
+    transfer: Mapping[str, Any] | None = None
+    """Parameters of the KV of the prompt and of `replay`; None: this engine computes them."""
+    movable: bool = False
+    """Whether another engine may continue the stream before its end."""
+    moved: Callable[[Mapping[str, Any]], None] = lambda _: None
+    """Called after the last output of a stream that moves, with the parameters of its KV."""
+    recorded: int = 0
+    """Number of tokens so far."""
+    _identified: bool = False
     _sampled: bool = False
     _new: deque[TokenGroup] = field(default_factory=deque)
     _began: bool = False
@@ -88,12 +96,17 @@ class ServedCall:
     def record(self, tokens: Sequence[int]) -> None:
         if tokens:
             self._new.append(tuple(tokens))
-            self._recorded += len(tokens)
+            self.recorded += len(tokens)
 
     @property
     def repeats(self) -> bool:
         """True while the outputs so far are of prefilled tokens: the engine may not have the KV."""
-        return 0 < self.prefilled >= self._recorded
+        return 0 < self.prefilled >= self.recorded
+
+    @property
+    def may_move(self) -> bool:
+        """Whether the stream can move now: no engine continues one of unknown source."""
+        return self.movable and self._identified
 
     def sampled(self) -> None:
         """Make the next chunk a StreamChunk, even if no token group is recorded."""
@@ -152,10 +165,11 @@ class ServedCall:
             digest, self.prompt_digest = self.prompt_digest, None
             if (source := self.source()) is not None:
                 self.source = lambda: None
+                self._identified = True
         if self.prompt_tokens is not None:
             prompt_tokens, self.prompt_tokens = self.prompt_tokens, None
             return FirstTokenChunk(body, groups, timings, prompt_tokens, digest, source)
-        prefilled = self.prefilled if groups and self._recorded == sum(map(len, groups)) else 0
+        prefilled = self.prefilled if groups and self.recorded == sum(map(len, groups)) else 0
         return TokenChunk(body, groups, timings, digest, source, prefilled)
 
     def fail(self, why: str) -> TandemError:

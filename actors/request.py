@@ -86,6 +86,10 @@ class Call:
     body: bytes = field(default=b"", repr=False)
     replay_log: ReplayLog = field(default=(), repr=False)
     sequences: int = 1
+    movable: bool = False
+    """Whether the caller continues the stream on another engine after `Moved`."""
+    transfer: Mapping[str, Any] | None = field(default=None, repr=False)
+    """`Moved.transfer` of the engine that computed `replay_log`."""
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -233,4 +237,15 @@ class PrefillReport(msgspec.Struct, frozen=True, array_like=True, tag=5):
     message: str = ""
 
 
-Item = Accepted | Heartbeat | ResponseStart | TokenChunk | FirstTokenChunk | PrefillReport | bytes
+class Moved(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Last item of a stream that another engine is to continue: this engine is stopping.
+
+    The caller cancels the call once the other engine has the KV.
+
+    ``transfer``  parameters with which it receives the KV; empty if it must compute all tokens
+    """
+
+    transfer: dict[str, Any]
+
+
+Item = Accepted | Heartbeat | ResponseStart | TokenChunk | FirstTokenChunk | PrefillReport | Moved | bytes

@@ -74,6 +74,7 @@ def _scheduler(of: Any) -> SimpleNamespace:
         queued=frozenset(of.consumptions._queued),
         receptions=frozenset(of.consumptions._taken),
         followers=frozenset(of.consumptions._shared._followers),
+        moves=frozenset((*of.moves._requests, *of.moves._moving)),
         has_orders=of._outbox.orders != type(of._outbox.orders)(),
         side_channel_port=None if of._server is None else of._server.port,
     )

@@ -20,8 +20,10 @@ from ray import serve
 from actors.adapter_records import AdapterRecords
 from actors.engine.arguments import why_no_first_token
 from actors.engine.asgi_call import Notices
+from actors.engine.moves import move_streams
 from actors.engine.node_failures import dead_nodes_now, grace_s, watch_nodes
 from actors.engine.pair_warmup import (
+    CALL_MARGIN_S,
     WARM_UP_INTERVAL_S,
     PeerReplicas,
     ProbeParams,
@@ -298,6 +300,7 @@ class Decode(EngineActor):
         await super()._prepare(settings)
         self._probe_s = probe_timeout_s(settings.transfer)
         self._prefill = PeerReplicas("prefill", self._probe_s)
+        self._others = PeerReplicas("decode", CALL_MARGIN_S)
         # The latest MOST_WARM prefill engines with which a rank has run a probe, by rank.
         self._warm: list[dict[str, None]] = [{} for _ in self.engine.ranks]
         await self.warm_up_new_pairs()
@@ -313,6 +316,23 @@ class Decode(EngineActor):
             return self.engine.serve(call, rank, notices, began_at)
 
         return SplitCall(request.call, request.prefill, self._channels, serve, heartbeats).items(self.accepted(rank))
+
+    async def identities(self) -> list[str]:
+        """Return the identities of the ranks that accept calls, for replicas whose streams move."""
+        await self.engine.check_health()
+        ranks = zip(self._rpc_servers, self.engine.described, strict=True)
+        return [described.get("identity", "") for server, described in ranks if not server.leaving.is_set()]
+
+    async def _drain(self) -> None:
+        moving = [
+            asyncio.create_task(move_streams(self.engine, rank, server, self._others), name="moves-streams")
+            for rank, server in enumerate(getattr(self, "_rpc_servers", ()))
+        ]
+        try:
+            await super()._drain()
+        finally:
+            for task in moving:
+                task.cancel()
 
     async def fetch_probes(self, probes: Mapping[str, list[ProbeParams]]) -> None:
         """Fetch the probes, by rank id, of a starting prefill replica."""

@@ -29,7 +29,7 @@ from actors.engine.startup.gpu_defaults import set_gpu_defaults
 from actors.errors import CannotResumeError, EngineDownError, EngineStartError
 from actors.large_json import decode_large_bodies_off_loop
 from actors.replay_log import ServedCall
-from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart, StreamChunk
+from actors.request import TRANSFER_FIELD, Call, Heartbeat, Moved, ProducerAddress, ResponseStart, StreamChunk
 from actors.upstream.vllm_processes.fork_server import may_fork, use_fork_server
 from configs.settings.base import HiddenText, RoleName
 from configs.settings.service import ServiceSettings
@@ -219,6 +219,9 @@ class VllmEngine:
             data_parallel_rank=rank,
             first_token=first_token,
             began_at=time.monotonic() if began_at is None else began_at,
+            transfer=call.transfer,
+            movable=call.movable and self._cannot_resume is None,
+            moved=lambda transfer: notices.put(Moved(dict(transfer))),
         )
         streams = False
         repeated: list[bytes | StreamChunk] = []
@@ -237,6 +240,10 @@ class VllmEngine:
                                     for one in repeated:
                                         yield one
                                     repeated.clear()
+                            case Moved():
+                                for one in (*repeated, served.chunk(b"")):
+                                    yield one
+                                yield item
                             case ResponseStart(streams=False):
                                 yield ResponseStart(item.status, item.headers, served.take_timings())
                             case _:
@@ -296,6 +303,17 @@ class VllmEngine:
             f"discard-{uuid.uuid4().hex}",
             {"do_remote_decode": True, "transfer_id": transfer_id, "discard": True},
             data_parallel_rank=rank,
+        )
+
+    def movable(self, rank: int = 0) -> dict[str, int]:
+        """Return the ids of the streams that may move, and how many tokens may follow in each."""
+        return self._llm.movable(rank)
+
+    async def move(self, request_id: str, rank: int = 0) -> None:
+        """End a stream soon with `Moved`, unless it ends by itself."""
+        params = {"move": request_id, "transfer_id": uuid.uuid4().hex, "supervisor": self._supervisor}
+        await self._llm.notify_kv_transfer_request_rejected(
+            f"move-{uuid.uuid4().hex}", {"do_remote_decode": True, **params}, data_parallel_rank=rank
         )
 
     async def lose(self, engines: str) -> None:

@@ -23,6 +23,7 @@ from actors.request import (
     FirstTokenChunk,
     Heartbeat,
     Item,
+    Moved,
     PrefillReport,
     ResponseStart,
     StreamChunk,
@@ -100,7 +101,7 @@ class EngineCall:
         """
         self.heard = True
         match item:
-            case bytes() | ResponseStart() | FirstTokenChunk():
+            case bytes() | ResponseStart() | FirstTokenChunk() | Moved():
                 pass
             case TokenChunk():
                 if not self._has_token:

@@ -29,6 +29,9 @@ A late leg or a silent pair counts as a failure.
 OTHER_IDENTITY = "other_identity"
 """No prefill engine has the identity of a decode engine, which could not use its KV."""
 
+MOVED = "moved"
+"""The stream comes from a stopping decode engine, which sends its KV."""
+
 SEVERAL_CHOICES = "n"
 """A request for several choices, and a prefill engine without `first_token_multiple`.
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Protocol
 
-from actors.errors import CannotResumeError, DeadlineError, HandoverError, SilentError, UnavailableError
+from actors.errors import CannotResumeError, DeadlineError, HandoverError, MovedError, SilentError, UnavailableError
 from actors.request import FirstTokenChunk, ResponseStart, StreamChunk
 from actors.router.attempt import Attempt
 from actors.router.client_request import ClientRequest, why_not_resumable
@@ -293,14 +293,24 @@ class Answer:
                 dispatcher.extend(dispatcher.limits.idle_timeout_s)
                 identity = _check_resumable(dispatcher.request, splice)
             splice.handed_over = None  # the next engine repeats the recorded tokens
-            if isinstance(error, HandoverError):
+            left, transfer = self._attempt, None
+            if isinstance(error, MovedError):
+                # The stopping engine holds the KV until its call ends.
+                transfer = error.transfer if splice.sent else None
+                dispatcher.decode_leaves()
+            elif isinstance(error, HandoverError):
                 logger.warning("trying to continue a stream with another attempt: %s", error)
             elif (alone := self._attempt.on_prefill) is not None:
                 dispatcher.prefill_failed(alone, error)
             else:
                 dispatcher.decode_failed(error)
-            self.close()
-            self._attempt = await dispatcher.open(splice.replay_log(), identity)
+            if not transfer:
+                self.close()
+            try:
+                self._attempt = await dispatcher.open(splice.replay_log(), identity, transfer)
+            finally:
+                if transfer:
+                    left.close(splice.tokens)
             start = self._attempt.start
             if not splice.sent:
                 self._first = self._attempt
@@ -310,7 +320,7 @@ class Answer:
                     f"the engine that should continue the stream answered HTTP {start.status}; send the request again"
                 )
             self._items = deque(self._attempt.items)
-            outcome = "resumed"
+            outcome = "moved" if isinstance(error, MovedError) else "resumed"
         except CannotResumeError:
             outcome = "refused"
             raise

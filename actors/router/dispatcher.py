@@ -4,8 +4,10 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from http import HTTPStatus
+from typing import Any
 
 from actors.engine_pool.slots import Slot, SlotRequest
 from actors.errors import (
@@ -17,7 +19,7 @@ from actors.errors import (
     UnavailableError,
     with_causes,
 )
-from actors.policy.choice import NO_PREFILL, OTHER_IDENTITY, PREFILL_FAILED, SEVERAL_CHOICES, Decision
+from actors.policy.choice import MOVED, NO_PREFILL, OTHER_IDENTITY, PREFILL_FAILED, SEVERAL_CHOICES, Decision
 from actors.request import Call, ReplayLog, StreamChunk
 from actors.router.attempt import Attempt
 from actors.router.client_request import (
@@ -27,6 +29,7 @@ from actors.router.client_request import (
     needs_seed,
     why_decode_samples,
     why_local,
+    why_not_resumable,
 )
 from actors.router.model_router import ModelRouter, take_slot
 from actors.rpc.messages import PrefillCandidate, PrefillOrder
@@ -79,6 +82,9 @@ class Dispatcher:
         """
         self._without_response: set[str] = set()
         """Replicas without the stored response of `previous_response_id`."""
+        self._movable = why_not_resumable(request.endpoint, request.body) is None
+        self._transfer: Mapping[str, Any] | None = None
+        """KV of the tokens to repeat, on the engine from which the stream moves."""
         self._identity: str | None = None
         """Identity of the engines that may continue the stream; None before it is interrupted."""
         self._decode_replica: str | None = None
@@ -98,11 +104,15 @@ class Dispatcher:
     def left_s(self) -> float:
         return max(self.ends_at - self._loop.time(), 0.0)
 
-    async def open(self, replay_log: ReplayLog = (), identity: str | None = None) -> Attempt:
+    async def open(
+        self, replay_log: ReplayLog = (), identity: str | None = None, transfer: Mapping[str, Any] | None = None
+    ) -> Attempt:
         """Return an attempt whose answer has started; the answer first repeats `replay_log`.
 
         ``identity``  identity of the engine that sampled the tokens of `replay_log`; only decode
                       engines with the same identity continue it
+        ``transfer``  parameters of the KV of prompt and `replay_log`, for the first engine that
+                      does not refuse the call
 
         With a `replay_log`, an answer with status 429 or 5xx is a failure of its engine: the client
         has received status 200.
@@ -111,7 +121,7 @@ class Dispatcher:
         CannotResumeError if an engine cannot repeat `replay_log` or no engine has `identity`,
         EngineError for an internal error of an engine.
         """
-        self._identity = identity
+        self._identity, self._transfer = identity, transfer
         left_s = self.left_s
         try:
             async with asyncio.timeout(left_s):
@@ -137,6 +147,7 @@ class Dispatcher:
         """
         if self._decode_replica is None:
             raise self._last_error or error
+        self._transfer = None
         # All data-parallel ranks of a replica end together.
         down = isinstance(error.__cause__, EngineDownError)
         self._failed_decode |= self.model.decode.same_replica(self._decode_replica) if down else {self._decode_replica}
@@ -150,6 +161,12 @@ class Dispatcher:
         if self._decode_tries >= self.limits.attempts:
             raise error
         self.model.metrics.retries.labels("decode", "unavailable").inc()
+
+    def decode_leaves(self) -> None:
+        """Exclude the decode replica, which is stopping, with all its ranks."""
+        if self._decode_replica is not None:
+            self._failed_decode |= self.model.decode.same_replica(self._decode_replica)
+            self._decode_replica = None
 
     def prefill_failed(self, replica: str, error: UnavailableError) -> None:
         """Exclude a prefill replica, with all its ranks, after it failed as the only engine."""
@@ -184,11 +201,25 @@ class Dispatcher:
     async def _send(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
         with self._begin(decision) as attempt:
             slot = attempt.take(self.model.decode, await self._choose_decode(decision))
-            order = None if decision.local else await self._order(attempt, slot, replay_log)
+            order = None
+            if not decision.local and self._transfer:
+                attempt.serve_locally(MOVED)
+            elif not decision.local:
+                order = await self._order(attempt, slot, replay_log)
             attempt.tell_planner(slot.replica_id, None if order is None else order.candidates[0].replica)
             request = self.request
             attempt.send(
-                Call("POST", request.endpoint, request.headers, request.raw, replay_log, request.sequences), order
+                Call(
+                    "POST",
+                    request.endpoint,
+                    request.headers,
+                    request.raw,
+                    replay_log,
+                    request.sequences,
+                    self._movable,
+                    self._transfer or None,
+                ),
+                order,
             )
             # Some streams begin before the first token. The router's keep-alive comments must not
             # end earlier, and until then decode may try other prefill engines.

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from itertools import islice
 
-from actors.errors import CannotResumeError, HandoverError
+from actors.errors import CannotResumeError, HandoverError, MovedError
 from actors.request import (
     FirstTokenChunk,
+    Moved,
     ReplayLog,
     ResponseStart,
     StreamChunk,
@@ -38,7 +39,7 @@ CREATED = re.compile(rb'"created":\d+')
 """The `created` field in vLLM's encoding. Cannot match in a string, where quotes are escaped."""
 
 
-Streamed = StreamChunk | ResponseStart | bytes
+Streamed = StreamChunk | ResponseStart | Moved | bytes
 """Item of a call after the start of its answer."""
 
 
@@ -109,7 +110,7 @@ class Splice:
 
         A ResponseStart precedes the items of decode after those of prefill's first token. Raises
         CannotResumeError if an engine does not continue the recorded tokens, HandoverError if
-        decode does not repeat prefill's first token.
+        decode does not repeat prefill's first token, MovedError at the end of a stream that moves.
         """
         if isinstance(item, StreamChunk):
             if self._records and item.groups:
@@ -118,6 +119,8 @@ class Splice:
         elif isinstance(item, ResponseStart):
             self._take_over(item)
             return b""
+        elif isinstance(item, Moved):
+            raise MovedError(item.transfer)
         else:
             data = item
         if self._muted:
@@ -194,7 +197,8 @@ class Splice:
             if expected is not None:
                 self._metrics.first_tokens.labels("repeated").inc()
             elif isinstance(item, TokenChunk):
-                self._metrics.resumed_tokens.labels("prefilled").inc(item.prefilled)
+                way = "moved" if item.prefilled == self.tokens else "prefilled"
+                self._metrics.resumed_tokens.labels(way).inc(item.prefilled)
                 self._metrics.resumed_tokens.labels("replayed").inc(self.tokens - item.prefilled)
             return
         else:

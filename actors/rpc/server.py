@@ -78,7 +78,8 @@ class RpcServer:
         self._key = secrets.token_hex()
         self._server: asyncio.Server | None = None
         self._connections: set[ServerConnection] = set()
-        self._leaving = False
+        self.leaving = asyncio.Event()
+        """Set once the server refuses new calls."""
         self._queued: dict[str, tuple[int, float]] = {}
         self._freed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -125,12 +126,12 @@ class RpcServer:
         """
         await asyncio.sleep(KEPT_WITHIN_S)
         await self._unkept.wait()
-        self._leaving = True
+        self.leaving.set()
         await self._idle.wait()
 
     async def close(self) -> None:
         """Stop listening, cancel the running calls and methods, and close all connections."""
-        self._leaving = True
+        self.leaving.set()
         if self._server is not None:
             self._server.close()
         await asyncio.gather(*(connection.close(CUT_OFF_S) for connection in list(self._connections)))
@@ -140,7 +141,7 @@ class RpcServer:
         self._kept += 1
         self._unkept.clear()
         try:
-            if not self._leaving:
+            if not self.leaving.is_set():
                 await asyncio.Event().wait()
         finally:
             self._kept -= 1
@@ -185,10 +186,10 @@ class RpcServer:
     async def _refusal(self) -> RpcFailure | None:
         with suppress(TimeoutError):
             async with asyncio.timeout(SLOT_WAIT_S):
-                while self.ongoing >= self._slots and not self._leaving:
+                while self.ongoing >= self._slots and not self.leaving.is_set():
                     self._freed.clear()
                     await self._freed.wait()
-        if self._leaving:
+        if self.leaving.is_set():
             return RpcFailure("leaving", "this engine is stopping")
         if self.ongoing >= self._slots:
             return RpcFailure("full", f"this engine is serving {self.ongoing} sequences; its limit is {self._slots}")

@@ -81,14 +81,16 @@ class RouterMetrics:
         self.resumed_streams = counter(
             "tandem_resumed_streams",
             "Streams interrupted by a failed engine or handover: resumed (another attempt continued or restarted the "
-            "stream), failed (no attempt succeeded, or the client disconnected first), refused (the stream cannot be "
-            "continued exactly). Unless the client has disconnected, the last two end with an error.",
+            "stream), moved (the same, from a stopping engine), failed (no attempt succeeded, or the client "
+            "disconnected first), refused (the stream cannot be continued exactly). Unless the client has "
+            "disconnected, the last two end with an error.",
             ["outcome"],
         )
         self.resumed_tokens = counter(
             "tandem_resumed_tokens",
-            "Tokens that resumed streams had sent before: prefilled (the engine computed them with the prompt) or "
-            "replayed (it repeated them, one per step).",
+            "Tokens that resumed streams had sent before: prefilled (the engine computed them with the prompt), "
+            "replayed (it repeated them, one per step) or moved (it received their KV from a stopping engine, or "
+            "computed them if that failed).",
             ["way"],
         )
         self.first_tokens = counter(

@@ -5,7 +5,7 @@ expect the number of one engine, which excludes tokens computed for this request
 
 *First tokens*: a prefill engine ends the request after its first token (`max_tokens` is 1). The
 frontend would report a finish reason and release text held back for stop strings, although decode
-continues the answer.
+continues the answer. So does a decode engine with a request that moves to another one.
 
 *Reports of first tokens*: AsyncLLM yields nothing before the end of an answer that is not streamed.
 The router needs to know earlier that decode has the KV.
@@ -87,7 +87,8 @@ class SharedRequestOutputs(OutputProcessor):
                 # prefill's answer into the request to decode.
                 state.remote_prefill_cached_tokens = stats.num_local_cached_tokens
                 stats.num_cache_creation_tokens = newly_cached(stats, self.block_tokens)
-            if output.finish_reason is FinishReason.LENGTH and output.request_id in self.unfinished:
+            moves = bool(output.kv_transfer_params and output.kv_transfer_params.get("moved"))
+            if output.finish_reason is FinishReason.LENGTH and (moves or output.request_id in self.unfinished):
                 output.finish_reason = None
                 ended.append(output)
         processed = super().process_outputs(

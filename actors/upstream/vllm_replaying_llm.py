@@ -6,6 +6,7 @@ interrupted call. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/async_llm.py
 """
 
+import asyncio
 from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -27,7 +28,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from actors.errors import EngineDownError
 from actors.replay_log import SERVED_CALL, KvArrivals, ServedCall
-from actors.request import TokenSource
+from actors.request import TRANSFER_FIELD, TokenSource
 from actors.upstream.vllm_forced_tokens import FORCED_TOKENS
 from actors.upstream.vllm_output_processor import SharedRequestOutputs, one_token, samples_first_token
 from actors.upstream.vllm_sendable import check_sendable
@@ -164,6 +165,16 @@ class ReplayingLLM(AsyncLLM):
         client: Any = self.engine_core
         await client._call_utility_async("is_sleeping", engine=client.core_engines[rank])  # noqa: SLF001
 
+    def movable(self, rank: int) -> dict[str, int]:
+        """Return the streams of a rank that may move, by request id: how many tokens may follow."""
+        states: Any = self._outputs.request_states
+        calls = {each: (state, getattr(state, "served", None)) for each, state in states.items()}
+        return {
+            request_id: (state.max_tokens_param or 0) - served.recorded
+            for request_id, (state, served) in calls.items()
+            if served is not None and served.may_move and served.data_parallel_rank == rank
+        }
+
     def _run_output_handler(self) -> None:
         if self.output_handler is None:
             cache = self.vllm_config.cache_config
@@ -193,6 +204,7 @@ class ReplayingLLM(AsyncLLM):
         if served is not None:
             served.source = partial(self._source, served.data_parallel_rank, options.get("lora_request"))
             served.split_first = True
+            served.movable = served.movable and self._prefills(params)
             if samples:
                 params, served.unfinished = one_token(params), params.max_tokens != 1
         try:
@@ -214,6 +226,10 @@ class ReplayingLLM(AsyncLLM):
                     yield output
                     if served is not None:
                         served.taken()
+                        moved = output.kv_transfer_params or {}
+                        if moved.get("moved") and not output.finished:
+                            served.moved(moved if "transfer_id" in moved else {})
+                            await asyncio.Event().wait()  # until the call is cancelled
         finally:
             if call is not None:
                 self.arrivals.take(call.request_id)
@@ -257,10 +273,12 @@ class ReplayingLLM(AsyncLLM):
             return params
         if served and replayed:
             if self._prefills(params):
-                # The sampler repeats the last token, which may end the answer.
-                served.emitted.extend(replayed[:-1])
-                served.prefilled = len(replayed) - 1
-                extra |= {EMITTED_TOKENS: replayed[:-1], FORCED_TOKENS: replayed[-1:]}
+                # The sampler repeats the last token, which may end the answer, but not if it moved.
+                last = len(replayed) - (0 if served.transfer else 1)
+                served.emitted.extend(replayed[:last])
+                served.prefilled = last
+                extra |= {EMITTED_TOKENS: replayed[:last], FORCED_TOKENS: replayed[last:]}
+                extra |= {TRANSFER_FIELD: dict(served.transfer)} if served.transfer else {}
             else:
                 extra |= {FORCED_TOKENS: replayed}
         params = params.clone()

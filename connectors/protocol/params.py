@@ -5,6 +5,8 @@ The keys are those of public prefill/decode proxies and Tandem's own (docs/proto
     prefill leg     do_remote_decode=True  [transfer_id] [first_token]
     describe        do_remote_decode=True  describe=True; sends no KV
     discard         do_remote_decode=True  transfer_id  discard=True; sends no KV
+    move            do_remote_decode=True  transfer_id  move: id of the request in the engine core
+    moved answer    the keys of a prefill answer, and moved=True: remote_num_tokens includes output
     prefill answer  do_remote_prefill=True, do_remote_decode=False, remote_engine_id, remote_host,
                     remote_port, tp_size, transfer_id, remote_request_id, remote_num_tokens
     decode leg      the prefill answer, unchanged; or the same keys from a router that has the
@@ -76,15 +78,29 @@ class ConsumeParams:
     ``computed``         whether the producer has already computed the prompt
     ``prompt_multiple``  argument of ``whole_blocks()`` if the producer samples the first token;
                          else 0
+    ``moved``            whether the KV also covers the emitted tokens: the producer ran the request
     """
 
     transfer_id: str
     producer: EngineAddress
     computed: bool = False
     prompt_multiple: int = 0
+    moved: bool = False
 
 
-TransferParams = ProduceParams | DiscardParams | LostParams | ConsumeParams
+@dataclass(frozen=True, slots=True)
+class MoveParams:
+    """Parameters that end a running request with its next token and send its KV as ``transfer_id``.
+
+    ``supervisor`` as in ``LostParams``.
+    """
+
+    request_id: str
+    transfer_id: str
+    supervisor: str
+
+
+TransferParams = ProduceParams | DiscardParams | LostParams | MoveParams | ConsumeParams
 
 
 def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
@@ -103,10 +119,7 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
             raise WireError(
                 f"kv_transfer_params: engines_lost must be an engine id or its prefix, not {reprlib.repr(lost)}"
             )
-        supervisor = params.get("supervisor", "")
-        if not isinstance(supervisor, str):
-            raise WireError("kv_transfer_params: supervisor must be a string")
-        return LostParams(lost, supervisor)
+        return LostParams(lost, _supervisor(params))
     produce, consume = bool(params.get("do_remote_decode")), bool(params.get("do_remote_prefill"))
     if produce and consume:
         raise WireError("kv_transfer_params: set do_remote_decode or do_remote_prefill, not both")
@@ -117,6 +130,10 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
         if transfer_id is None:
             raise WireError("kv_transfer_params: discard needs a transfer_id")
         return DiscardParams(transfer_id)
+    if produce and (moving := params.get("move")) is not None:
+        if transfer_id is None or not isinstance(moving, str):
+            raise WireError("kv_transfer_params: move must be a request id, and needs a transfer_id")
+        return MoveParams(moving, transfer_id, _supervisor(params))
     if produce and params.get("describe") and (transfer_id is not None or params.get("first_token")):
         raise WireError("kv_transfer_params: a request with describe sends no KV: remove transfer_id and first_token")
     if produce:
@@ -130,7 +147,8 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
         raise WireError(
             f"kv_transfer_params: prompt_multiple must be a number of tokens, 0 or more, not {reprlib.repr(multiple)}"
         )
-    return ConsumeParams(transfer_id, _address(params), params.get("remote_num_tokens") is not None, multiple)
+    computed, moved = params.get("remote_num_tokens") is not None, bool(params.get("moved"))
+    return ConsumeParams(transfer_id, _address(params), computed, multiple, moved)
 
 
 def whole_blocks(prompt_tokens: int, multiple: int) -> int:
@@ -146,6 +164,13 @@ def whole_blocks(prompt_tokens: int, multiple: int) -> int:
 def names_engine(engines: str, incarnation: str) -> bool:
     """Return whether ``engines`` is this incarnation's id or a dot-terminated prefix of it."""
     return incarnation == engines or incarnation.startswith(engines.rstrip(".") + ".")
+
+
+def _supervisor(params: Mapping[str, object]) -> str:
+    supervisor = params.get("supervisor", "")
+    if not isinstance(supervisor, str):
+        raise WireError("kv_transfer_params: supervisor must be a string")
+    return supervisor
 
 
 def _address(params: Mapping[str, object]) -> EngineAddress:

@@ -298,7 +298,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._store_scheduler is not None:
             self._store_scheduler.finished(request)
-        return self.scheduler.finished(request) if self.transfers else (False, None)
+        return self.scheduler.finished(request, block_ids) if self.transfers else (False, None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Accept one group, for a MultiConnector of which another child lacks HMA support."""

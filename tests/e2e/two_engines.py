@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from actors.engine.arguments import engine_environment
@@ -44,11 +44,14 @@ ATTEMPTS = 30
 class Fault:
     """An engine's death after ``dies_at`` tokens, and a change of its calls.
 
-    None: never; 0: before the first item after the start; -1: after that item.
+    None: never; 0: before the first item after the start; -1: after that item. With ``moves``, the
+    engine moves the stream instead. ``received``: whether each of its calls has received its KV.
     """
 
     dies_at: int | None = None
     change: Callable[[Call], Call] = lambda call: call
+    moves: bool = False
+    received: list[bool] = field(default_factory=list)
 
 
 async def start(role: RoleName = "decode", settings: ServiceSettings = SETTINGS) -> VllmEngine:
@@ -75,7 +78,12 @@ async def _answer(engine: VllmEngine, call: Call, fault: Fault) -> AsyncGenerato
             if fault.dies_at == -1 and not isinstance(item, ResponseStart):
                 raise EngineDownError("as if killed")
             tokens += sum(map(len, item.groups)) if isinstance(item, StreamChunk) else 0
-            if fault.dies_at and 0 < fault.dies_at <= tokens:
+            if isinstance(item, StreamChunk) and item.timings is not None:
+                fault.received.append(item.timings.kv_ended_s is not None and not item.timings.kv_failed)
+            if fault.moves and tokens >= (fault.dies_at or 0):
+                for each in engine.movable():
+                    await engine.move(each)
+            elif fault.dies_at and 0 < fault.dies_at <= tokens:
                 raise EngineDownError("as if killed")
 
 
@@ -117,8 +125,9 @@ async def stream(
     dies_at: int | None = None,
     heir: VllmEngine | None = None,
     heirs_identity: str | None = None,
+    moves: bool = False,
 ) -> bytes:
-    """Return the client's stream if the first engine dies after `dies_at` tokens.
+    """Return the client's stream if the first engine dies after `dies_at` tokens, or `moves` it.
 
     ``heir``            engine that acts as the second one; None: `engine`
     ``heirs_identity``  identity in the heir's metadata; None: its own
@@ -130,16 +139,19 @@ async def stream(
     heir = heir or engine
     limits = RouterLimits(request_timeout_s=60, prefill_wait_s=0.01)
     for _ in range(ATTEMPTS):
-        second = Replica("heir", serve(heir, Fault()), identity=heirs_identity or identity_of(heir))
-        first = Replica("mortal", serve(engine, Fault(dies_at)), identity=identity_of(engine))
+        heirs = Fault()
+        second = Replica("heir", serve(heir, heirs), identity=heirs_identity or identity_of(heir))
+        first = Replica("mortal", serve(engine, Fault(dies_at, moves=moves)), identity=identity_of(engine))
         decode = Handle([second, first])
         decode.in_order = True
         router = router_of(limits, Handle([]), decode)
         async with router.answer(request(endpoint, body)) as answer:
             sent = await whole_body(answer)
             assert answer.start.streams, sent
-        resumed = router.metrics.registry.get_sample_value("tandem_resumed_streams_total", {"outcome": "resumed"})
+        outcome = "moved" if moves else "resumed"
+        resumed = router.metrics.registry.get_sample_value("tandem_resumed_streams_total", {"outcome": outcome})
         if bool(resumed) == (dies_at is not None):
+            assert heirs.received == ([True] if moves else []) or not moves
             return sent
     raise NothingLeftError(f"no chunk ended at or after token {dies_at} and before the last token")
 

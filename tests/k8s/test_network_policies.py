@@ -71,6 +71,7 @@ def test_between_the_services_own_pods(policies: list[Manifest], tandem: dict[st
     wanted |= {("head", "redis", REDIS), *(("decode", "prefill", port) for port in (*SIDE_CHANNEL, *RPC))}
     wanted |= {("router", role, port) for role in ("prefill", "decode") for port in RPC}
     wanted |= {(a, b, port) for a, b in (("decode", "prefill"), ("prefill", "decode")) for port in NIXL}
+    wanted |= {("decode", "decode", port) for port in (*SIDE_CHANNEL, *NIXL)}
     ports = {*RAY, *SIDE_CHANNEL, *RPC, *NIXL, HTTP, ROUTER, RAY_METRICS, REDIS, *OTHERS}
     found = {
         (a, b, port)

@@ -13,6 +13,7 @@ from connectors.protocol.params import (
     DiscardParams,
     EngineAddress,
     LostParams,
+    MoveParams,
     ProduceParams,
     TransferParams,
     names_engine,
@@ -46,11 +47,13 @@ ADDRESS = EngineAddress("engine-a", "10.0.0.7", 5600)
         (PREFILL_LEG | {"describe": True}, ProduceParams(None, True)),
         (PREFILL_LEG | {"first_token": True}, ProduceParams(None, False, True)),
         (PREFILL_LEG | {"discard": True, "transfer_id": "t"}, DiscardParams("t")),
+        (PREFILL_LEG | {"move": "r", "transfer_id": "t", "supervisor": "s"}, MoveParams("r", "t", "s")),
         ({"engines_lost": "node-a."}, LostParams("node-a.", "")),
         ({"engines_lost": "e" * 256, "supervisor": "s"}, LostParams("e" * 256, "s")),
         (DECODE_LEG, ConsumeParams("t-1", ADDRESS)),
         (DECODE_LEG | {"prompt_multiple": 16}, ConsumeParams("t-1", ADDRESS, prompt_multiple=16)),
         (DECODE_LEG | {"remote_num_tokens": 5}, ConsumeParams("t-1", ADDRESS, computed=True)),
+        (DECODE_LEG | {"moved": True}, ConsumeParams("t-1", ADDRESS, moved=True)),
         (DECODE_LEG | {"remote_port": 1}, ConsumeParams("t-1", EngineAddress("engine-a", "10.0.0.7", 1))),
         (DECODE_LEG | {"remote_port": 65535}, ConsumeParams("t-1", EngineAddress("engine-a", "10.0.0.7", 65535))),
     ],
@@ -86,7 +89,17 @@ def test_parameters_are_an_object() -> None:
         parse_params(["transfer_id"])  # type: ignore[arg-type]
 
 
-KEYS = [*DECODE_LEG, "describe", "first_token", "prompt_multiple", "discard", "engines_lost", "supervisor"]
+KEYS = [
+    *DECODE_LEG,
+    "describe",
+    "first_token",
+    "prompt_multiple",
+    "discard",
+    "move",
+    "moved",
+    "engines_lost",
+    "supervisor",
+]
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300) | st.lists(st.integers())
 
 

@@ -25,6 +25,10 @@ GUARDS: dict[str, dict[str, str]] = {
     "vllm_coordinator": {
         "vllm/v1/engine/coordinator.py:DPCoordinatorProc.run_coordinator": "734c039f6d0b",
     },
+    "vllm_early_end": {
+        "vllm/v1/core/sched/utils.py:check_stop": "8e51f1dcb6ec",
+        "vllm/v1/core/sched/async_scheduler.py:AsyncScheduler": "b40608f6e722",
+    },
     "vllm_emitted_tokens": {
         "vllm/v1/request.py:Request.append_output_token_ids": "c221adabfba9",
         "vllm/v1/core/sched/scheduler.py:Scheduler.add_request": "753346a92049",

@@ -51,7 +51,7 @@ class Consumptions:
     def new(self, request: Request, params: ConsumeParams) -> None:
         if not self._shared.join(params.transfer_id, request.request_id):
             return
-        if self._prompts.divides_image(request, _end_token(request, params)):
+        if not params.moved and self._prompts.divides_image(request, _end_token(request, params)):
             # The producer makes the same check and sends no KV.
             self._outbox.stats.count("requests", "recomputed")
             self._outbox.orders.releases.append(Release(params.transfer_id, params.producer))
@@ -134,7 +134,7 @@ class Consumptions:
             request_id=request.request_id,
             transfer_id=params.transfer_id,
             producer=params.producer,
-            prompt_digest=self._prompts.digest(request),
+            prompt_digest=self._prompts.digest(request, params.moved),
             tables=tuple(tuple(table) for table in tables),
             start_token=end_token - external_tokens,
             end_token=end_token,
@@ -195,4 +195,4 @@ class Consumptions:
 def _end_token(request: Request, params: ConsumeParams) -> int:
     if params.prompt_multiple:
         return whole_blocks(request.num_prompt_tokens, params.prompt_multiple)
-    return request.num_prompt_tokens - 1
+    return (request.num_tokens if params.moved else request.num_prompt_tokens) - 1

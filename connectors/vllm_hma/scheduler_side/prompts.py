@@ -19,14 +19,17 @@ class Prompts:
         self._whole_images = whole_images
         self._salt = ""
 
-    def digest(self, request: Request) -> str:
-        """Return a prompt's digest. Workers add the LoRA content, which only they know."""
+    def digest(self, request: Request, moved: bool = False) -> str:
+        """Return the digest of a prompt, and of the output if ``moved``.
+
+        Workers add the LoRA content, which only they know.
+        """
         others = [f"{f.identifier}@{f.mm_position.offset}+{f.mm_position.length}" for f in request.mm_features]
         if request.cache_salt is not None:
             others.append(request.cache_salt)
         if self._salt:
             others.append(f"reset {self._salt}")
-        return prompt_digest(request.prompt_token_ids, others)
+        return prompt_digest([*request.all_token_ids] if moved else request.prompt_token_ids, others)
 
     def reset(self) -> None:
         """Make later digests differ from earlier ones, and from those of all other engines."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from connectors.codec import decode_agent_metadata
@@ -17,6 +18,7 @@ from connectors.protocol.params import (
     DiscardParams,
     EngineAddress,
     LostParams,
+    MoveParams,
     ProduceParams,
     parse_params,
 )
@@ -26,6 +28,7 @@ from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.scheduler_side.blocks import Blocks
 from connectors.vllm_hma.scheduler_side.consumptions import Consumptions
+from connectors.vllm_hma.scheduler_side.moves import Moves
 from connectors.vllm_hma.scheduler_side.outbox import Outbox
 from connectors.vllm_hma.scheduler_side.productions import Productions
 from connectors.vllm_hma.scheduler_side.prompts import Prompts
@@ -71,6 +74,7 @@ class SchedulerConnector:
             self._outbox, self.blocks, prompts, groups, step_tokens, drafts_read_next_token, speculates
         )
         self.consumptions = Consumptions(self._outbox, self.blocks, prompts, self.quarantine)
+        self.moves = Moves(self._outbox, prompts)
         self.described: dict[str, Any] = {}
         """Further entries of the reply to ``describe``."""
         self._server: MetadataProcess | None = None
@@ -112,6 +116,7 @@ class SchedulerConnector:
 
     def new_request(self, request: Request) -> None:
         """Invalid kv_transfer_params do not fail the request: this engine computes its prompt."""
+        self.moves.new(request)
         try:
             params = parse_params(request.kv_transfer_params)
         except WireError as error:
@@ -121,8 +126,8 @@ class SchedulerConnector:
             return
         if isinstance(params, DiscardParams):
             self._outbox.orders.discards.append(params.transfer_id)
-        elif isinstance(params, LostParams):
-            self._lose(request.request_id, params)
+        elif isinstance(params, LostParams | MoveParams):
+            self._supervise(request.request_id, params)
         elif params is not None and request.prompt_embeds is not None:
             # No digest covers prompt embeddings, so the two requests could not be compared.
             _not_transferred(request, "it has prompt embeddings")
@@ -133,20 +138,24 @@ class SchedulerConnector:
         elif isinstance(params, ProduceParams) and not params.describe:
             self.productions.new(request, params)
 
-    def _lose(self, request_id: str, params: LostParams) -> None:
-        if self._config.believes(params.supervisor):
-            self._outbox.orders.lost.append(params.engines)
-        else:
+    def _supervise(self, request_id: str, params: LostParams | MoveParams) -> None:
+        if not self._config.believes(params.supervisor):
             logger.warning(
-                "Tandem: ignored the report of request %.80s that engines %.80s have ended: it does not have this "
-                "engine's supervisor token",
+                "Tandem: ignored %s of request %.80s: it does not have this engine's supervisor token",
+                type(params).__name__,
                 request_id,
-                params.engines,
             )
+        elif isinstance(params, MoveParams):
+            self.moves.begin(params)
+        else:
+            self._outbox.orders.lost.append(params.engines)
 
-    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Request, tables: Sequence[Sequence[int]] = ()) -> tuple[bool, dict[str, Any] | None]:
         """Return whether the blocks are held until ``finished_sending``, and kv_transfer_params."""
         self.consumptions.finished(request.request_id)
+        held, moved = self.moves.finished(request, tables)
+        if moved is not None:
+            return held, self._address() | moved
         if request.request_id not in self.productions:
             return False, self._describe(request)
         produced = self.productions.finished(request)

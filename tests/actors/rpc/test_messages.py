@@ -15,6 +15,7 @@ from actors.request import (
     Call,
     EngineTimings,
     Heartbeat,
+    Moved,
     PrefillReport,
     ProducerAddress,
     ResponseStart,
@@ -100,8 +101,9 @@ FILES = {
         "version-1-source.hex",
         "version-1-prefill.hex",
         "version-1-prefilled.hex",
+        "version-1-movable.hex",
     ],
-    2: ["version-2.hex", "version-2-prefilled.hex"],
+    2: ["version-2.hex", "version-2-prefilled.hex", "version-2-movable.hex"],
 }
 """Recorded frames of each version, oldest first: a later release may have appended fields."""
 
@@ -116,6 +118,13 @@ def test_a_frame_by_hand() -> None:
 def test_the_origin_of_tokens() -> None:
     item = StreamItem(1, TokenChunk(b"", ((1,),), None, b"prompt", TokenSource("model", "adapter")))
     assert list(FrameReader().feed(encode([item]))) == [item]
+
+
+def test_a_stream_that_moves() -> None:
+    """An engine sends this item only to a router that has asked for it (`Call.movable`)."""
+    call = Call("POST", "/v1/completions", movable=True, transfer={"transfer_id": "t", "remote_num_tokens": 7})
+    messages: list[Any] = [StreamItem(1, Moved({"transfer_id": "t"})), Open(2, RpcRequest(call, "router", 0))]
+    assert list(FrameReader().feed(encode(messages))) == messages
 
 
 def test_every_supported_version_is_recorded() -> None:

@@ -72,12 +72,14 @@ async def test_an_adapter_that_is_reported_after_its_first_token(monkeypatch: py
     monkeypatch.setattr(AsyncLLM, "generate", samples)
     llm = object.__new__(ReplayingLLM)
     llm.arrivals, llm.identities = KvArrivals(), ["one"]
-    served, lora, chunks = ServedCall(), LoRARequest("x", 1, "/x"), []
+    served, lora, chunks, moves = ServedCall(), LoRARequest("x", 1, "/x"), [], list[bool]()
     token = SERVED_CALL.set(served)
     try:
         params = SamplingParams(output_kind=RequestOutputKind.DELTA)
         async for output in llm.generate("x", params, "r", lora_request=lora):
+            served.movable = True
             chunks.append(served.chunk(b""))
+            moves.append(served.may_move)
             if output.outputs[0].token_ids == [5]:
                 stats = TandemStats()
                 stats.adapter("1 /x", "content")
@@ -86,6 +88,7 @@ async def test_an_adapter_that_is_reported_after_its_first_token(monkeypatch: py
         SERVED_CALL.reset(token)
     source = TokenSource("one", "content")
     assert chunks == [TokenChunk(b"", ((5,),)), TokenChunk(b"", ((6,),), source=source), TokenChunk(b"", ((7,),))]
+    assert moves == [False, True, True]  # the router could not resume a stream of unknown source
 
 
 @pytest.mark.parametrize("n", [1, 2])

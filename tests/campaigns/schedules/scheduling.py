@@ -26,8 +26,9 @@ from app.demo.paths import MODEL_DIR
 from connectors.codec import encode_agent_metadata
 from connectors.protocol.actions import Due
 from connectors.protocol.agent_metadata import AgentMetadata
+from connectors.protocol.params import EMITTED_TOKENS
 from connectors.vllm_hma.connector import TandemConnector
-from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
+from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Orders
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from connectors.vllm_hma.upstream.vllm_emitted_tokens import emitted_tokens
 from testing.connector_state import snapshot
@@ -41,6 +42,8 @@ MAX_TOKENS_A_STEP, MAX_REQUESTS, MAX_PROMPT_TOKENS = 32, 12, 200
 IMAGE_TOKEN, IMAGES, MOST_IMAGE_TOKENS = 8, 12, 24
 ENCODER_TOKENS = 2 * MOST_IMAGE_TOKENS
 """Capacity of the encoder's cache, and its tokens per step."""
+
+SUPERVISOR = "the engine's supervisor"
 
 KINDS = [(blocks, prefixes, ahead) for blocks in (32, 60) for prefixes in (True, False) for ahead in (True, False)]
 """Engines: blocks in the pool, prefix caching, asynchronous scheduling."""
@@ -100,7 +103,9 @@ class Engine(Core):
         prompt = ([9] * shared + [rng.randint(10, 500) for _ in range(MAX_PROMPT_TOKENS)])[:length]
         kind, params, max_tokens = self.kind(number)
         self.counts[kind] += 1
-        sampling = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": params})
+        emitted = [rng.randint(10, 500) for _ in range(rng.randint(1, 40))] if kind == "moved here" else []
+        extra = {"kv_transfer_params": params, EMITTED_TOKENS: emitted}
+        sampling = SamplingParams(max_tokens=max_tokens + len(emitted), extra_args=extra)
         sampling.stop_token_ids = [STOP_TOKEN]
         features = self.add_images(prompt) if self.images else None
         choices = self.rng.choice([1, 1, 2, 4]) if kind == "consumed" else 1
@@ -144,6 +149,7 @@ class Engine(Core):
             ("consumed", consume, several),
             ("consumed", consume, several),
             ("consumed after prefill", computed, several),
+            ("moved here", computed | {"moved": True}, several),
             ("discard", produce | {"discard": True}, 1),
             ("describe", {"do_remote_decode": True, "describe": True}, 1),
             (
@@ -169,6 +175,14 @@ class Engine(Core):
             self.counts[f"aborted {what}"] += name in getattr(ours, what)
         return name
 
+    def move(self, request_id: str) -> None:
+        """Tell a running request to move, as vLLM passes on a rejected request."""
+        params = {"do_remote_decode": True, "move": request_id, "transfer_id": f"moved {request_id}"}
+        extra = {"kv_transfer_params": params | {"supervisor": SUPERVISOR}}
+        name = f"move {self.steps}"
+        self.scheduler.add_request(Request(name, [0], SamplingParams(max_tokens=1, extra_args=extra), None))
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
     # ---- the engine's loop ----------------------------------------------------------------------
 
     def scheduled(self, output: SchedulerOutput) -> tuple[Any, ...]:
@@ -193,6 +207,9 @@ class Engine(Core):
         orders = output.kv_connector_metadata
         assert isinstance(orders, Orders)
         for chunk in orders.chunks:
+            if chunk.request_id in (request := self.moved(orders)):
+                self.check_moved(request[chunk.request_id], chunk)
+                continue
             assert output.num_scheduled_tokens[chunk.request_id] > 0
             production = snapshot(self.connector.scheduler).productions[chunk.request_id]
             table = self.scheduler.kv_cache_manager.get_block_ids(chunk.request_id)
@@ -201,6 +218,24 @@ class Engine(Core):
                 assert not new or tuple(ids[-len(new) :]) == new
             assert -(-chunk.computed_tokens // BLOCK_TOKENS) <= min(map(len, table))
             assert chunk.last == (chunk.computed_tokens == production.prompt_tokens)
+
+    def moved(self, orders: Orders) -> dict[str, Request]:
+        """Return the requests that have moved with the last output."""
+        expected = {each.request_id for each in orders.expects}
+        ended = expected & {each.request_id for each in orders.finished if each.held}
+        return {request_id: self.scheduler.requests[request_id] for request_id in ended}
+
+    def check_moved(self, request: Request, chunk: Chunk) -> None:
+        """All tokens but the last have KV, in blocks that nobody else may take; no step runs."""
+        assert chunk.computed_tokens == request.num_tokens - 1 == request.num_computed_tokens
+        assert request.num_in_flight_tokens == request.num_output_placeholders == 0
+        window = max(0, chunk.computed_tokens - WINDOW_TOKENS + 1) // BLOCK_TOKENS
+        stop = -(-chunk.computed_tokens // BLOCK_TOKENS)
+        for first, table in zip((0, window, window), chunk.new_ids, strict=True):
+            assert all(self.pool.blocks[block].ref_cnt > 0 for block in table[first:stop])
+            assert 0 not in table[first:stop]
+            assert len(table) == stop
+        self.counts["moved"] += 1
 
     def check_sends(self, output: SchedulerOutput | None = None) -> None:
         """Blocks that a consumer may fetch are not free from the last chunk to the end of the
@@ -302,7 +337,7 @@ class Engine(Core):
             for request_id in orders.starts:
                 assert request_id not in self.started, "started twice"
                 self.started.add(request_id)
-            computed = {chunk.request_id for chunk in orders.chunks}
+            computed = {chunk.request_id for chunk in orders.chunks} - {each.request_id for each in orders.expects}
             assert computed <= self.started, "computed before its start was reported"
             for queue in orders.queues:
                 rank.queued[queue.request_id] = self.later(), queue.transfer_id
@@ -380,12 +415,25 @@ class Engine(Core):
         productions = snapshot(self.connector.scheduler).productions
         return 0.1 if any(request.request_id in productions for request in self.scheduler.running) else 0.01
 
+    def step(self) -> None:
+        """Sometimes tell a running request to move first."""
+        if self.scheduler.running and self.rng.random() < 0.05:
+            self.move(self.rng.choice(self.scheduler.running).request_id)
+        super().step()
+
     def check_nothing_remains(self) -> None:
         super().check_nothing_remains()
         ours = self.connector.scheduler
         assert self.scheduler.get_request_counts() == (0, 0)
         left = snapshot(ours)
-        remembered = [*left.productions, *left.consumptions, *left.queued, *left.receptions, *left.followers]
+        remembered = [
+            *left.productions,
+            *left.consumptions,
+            *left.queued,
+            *left.receptions,
+            *left.followers,
+            *left.moves,
+        ]
         assert not remembered, "the connector remembers requests"
         assert not ours.quarantine, "the connector keeps blocks"
         assert not left.has_orders, "orders were never given"
@@ -400,7 +448,7 @@ def engine_config(prefix_caching: bool, drafts: int = 0, role: str = "kv_both") 
     # The model is its own draft model: only the scheduler sees it.
     speculation = {"method": "draft_model", "model": str(MODEL_DIR), "num_speculative_tokens": drafts}
     return vllm_config.__wrapped__(
-        kv_transfer_config=connector_config(role=role),
+        kv_transfer_config=connector_config(role=role, supervisor=SUPERVISOR),
         block_size=BLOCK_TOKENS,
         max_model_len=512,
         max_num_batched_tokens=MAX_TOKENS_A_STEP,

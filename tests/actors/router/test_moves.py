@@ -1,0 +1,92 @@
+"""Streams of stopping decode engines: the router has another engine continue them with their KV."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from actors.request import Call, Moved, StreamChunk
+from connectors.errors import TandemError
+from testing.answers import whole_body
+from testing.sse import said
+from tests.actors.behaviours import answers, dies, engine, fleet, request, well
+from tests.actors.fleet import at_rest
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
+TRANSFER = {"transfer_id": "t", "remote_num_tokens": 12}
+CUT = 10
+
+
+class Stops:
+    """An engine whose stream moves after CUT tokens; it holds the KV until its call ends."""
+
+    def __init__(self, transfer: dict[str, Any], cut: int = CUT) -> None:
+        self.transfer, self.cut, self.holds = transfer, cut, False
+
+    async def __call__(self, call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        sent = 0
+        async for item in engine(1, [1])(call, turn):
+            if sent == self.cut:
+                break
+            yield item
+            sent += sum(map(len, item.groups)) if isinstance(item, StreamChunk) else 0
+        self.holds = True
+        yield Moved(self.transfer)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.holds = False
+
+
+@pytest.mark.parametrize(
+    ("transfer", "cut", "others", "transfers", "outcome"),
+    [
+        (TRANSFER, CUT, [engine(2, [2])], [TRANSFER], "moved"),
+        ({}, CUT, [engine(2, [2])], [None], "moved"),
+        (TRANSFER, 1, [engine(2, [2])], [TRANSFER], "moved"),
+        (TRANSFER, CUT, [dies, engine(3, [2])], [TRANSFER, None], "moved"),
+        (TRANSFER, CUT, [answers(429, {}), engine(3, [2])], [TRANSFER, None], "moved"),
+        (TRANSFER, CUT, [], [], "failed"),
+    ],
+    ids=["with its KV", "without KV", "after one token", "the next engine dies", "the next is full", "no engine"],
+)
+async def test_a_stream_moves(
+    transfer: dict[str, Any], cut: int, others: list[Any], transfers: list[Any], outcome: str
+) -> None:
+    stops, held = Stops(transfer, cut), []
+
+    def noted(serve: Any) -> Any:
+        async def run(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+            held.append(stops.holds)
+            async for item in serve(call, turn):
+                yield item
+
+        return run
+
+    router, p, d = fleet([well], [*map(noted, others[::-1]), stops])
+    d.in_order = True
+    ended = ""
+    with suppress(TandemError):
+        async with router.answer(request()) as answer:
+            ended = said(await whole_body(answer))["text"]
+    await at_rest(p, d)
+    assert not stops.holds
+    assert ended == ("".join(f"<{token}>" for token in range(40)) if others else "")
+    calls = [call for replica in d.replicas[:-1][::-1] for call in replica.calls]
+    assert [call.transfer for call in calls] == transfers
+    assert held[:1] == [each is not None for each in transfers[:1]]
+    assert router.metrics.value("tandem_resumed_streams_total", outcome=outcome) == 1
+
+
+@pytest.mark.parametrize(("more", "movable"), [({}, True), ({"n": 2}, False)])
+async def test_an_engine_moves_only_what_the_router_can_continue(more: dict[str, Any], movable: bool) -> None:
+    router, p, d = fleet([well], [engine(1, [1])])
+    async with router.answer(request(**more)) as answer:
+        await whole_body(answer)
+    await at_rest(p, d)
+    assert d.replicas[0].calls[0].movable is movable

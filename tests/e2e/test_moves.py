@@ -1,0 +1,144 @@
+"""Running requests that end on one engine and continue on another one with their KV."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from vllm import SamplingParams, TokensPrompt
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from actors.engine.vllm_engine import VllmEngine
+from connectors.protocol.params import EMITTED_TOKENS
+from testing.engines import start_engine
+from testing.identity import prompts
+from testing.sse import said
+from testing.streams import KINDS
+from testing.trace import read_trace
+from tests.campaigns.shapes.families import FAMILIES
+from tests.e2e.pair.conftest import all_reset, until
+from tests.e2e.two_engines import NothingLeftError, start, stream
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+SUPERVISOR = "the engines' supervisor"
+TOKENS, STREAMS = 48, 16
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A family of models, TP sizes of the engine that stops and of the other one, and the latter's
+    arguments.
+    """
+
+    family: str
+    tp: tuple[int, int] = (1, 1)
+    other: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "llama": Moved("llama"),
+    "llama, TP 1 to 2": Moved("llama", (1, 2)),
+    "sliding windows, TP 1 to 2, blocks of 32 to 64": Moved("gemma3", (1, 2), {"block_size": 64}),
+    "sliding windows, TP 2 to 1": Moved("gemma3", (2, 1)),
+    "states": Moved("falcon_h1"),
+    "states, TP 1 to 2": Moved("falcon_h1", (1, 2)),
+}
+
+
+async def run(engine: AsyncLLM, prompt: Sequence[int], extra: dict[str, Any], moves_at: int | None = None) -> Any:
+    """Run a greedy request to its end, or move it once it has this many tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, extra_args=extra)
+    request_id, final = uuid.uuid4().hex, None
+    async for output in engine.generate(TokensPrompt(prompt_token_ids=list(prompt)), params, request_id):
+        final = output
+        if moves_at is not None and len(output.outputs[0].token_ids) >= moves_at:
+            moves_at = None
+            (inner,) = engine.output_processor.external_req_ids.get(request_id) or [request_id]
+            move = {"do_remote_decode": True, "transfer_id": uuid.uuid4().hex, "move": inner}
+            await engine.notify_kv_transfer_request_rejected("move", move | {"supervisor": SUPERVISOR})
+    assert final is not None
+    return list(final.outputs[0].token_ids), final.kv_transfer_params
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_moved_stream_is_that_of_one_engine(tmp_path: Path, name: str) -> None:
+    """Streams move at random steps while others run; the other engine computes one token anew."""
+    case, draw, trace = CASES[name], random.Random(name), tmp_path / "trace.jsonl"
+    family = FAMILIES[case.family]
+    model = family.build(tmp_path / "model")
+    transfer = {"supervisor": SUPERVISOR, "lease_s": 30.0}
+    arguments = family.engine | {"transfer": transfer}
+    source = start_engine(model, case.tp[0], "kv_consumer", **arguments)
+    target = start_engine(
+        model,
+        case.tp[1],
+        "kv_consumer",
+        **arguments | case.other | {"transfer": transfer | {"trace_path": str(trace)}},
+    )
+    try:
+        todo = prompts(STREAMS, 700, seed=3)
+        references = await asyncio.gather(*(run(source, prompt, {}) for prompt in todo))
+
+        async def move(prompt: list[int], expected: list[int]) -> tuple[int, bool]:
+            sent, params = await run(source, prompt, {}, draw.randint(1, TOKENS - 4))
+            if params is None:
+                return TOKENS, sent == expected
+            assert params["remote_num_tokens"] == len(prompt) + len(sent) - 1
+            more, _ = await run(target, prompt, {EMITTED_TOKENS: sent, "kv_transfer_params": params})
+            return len(sent), [*sent, *more] == expected
+
+        moved = await asyncio.gather(*(move(prompt, one) for prompt, (one, _) in zip(todo, references, strict=True)))
+        assert all(equal for _, equal in moved), moved
+        ends = [event["failure"] for event in read_trace(trace) if event["event"] == "received"]
+        assert ends == [None] * sum(sent < TOKENS for sent, _ in moved) * case.tp[1]
+        assert len(ends) >= STREAMS // 2
+        await until(lambda: all_reset(source, target))
+    finally:
+        target.shutdown()
+        source.shutdown()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two_engines() -> AsyncIterator[tuple[VllmEngine, VllmEngine]]:
+    engines = [await start() for _ in range(2)]
+    try:
+        yield engines[0], engines[1]
+    finally:
+        for engine in engines:
+            await engine.close()
+
+
+MOVING = ["greedy", "min tokens", "regex", *(kind for kind in KINDS if kind.startswith("greedy "))]
+CUTS = (1, 14, 27)
+
+
+@pytest.mark.parametrize("kind", MOVING)
+async def test_a_clients_stream_moves(two_engines: tuple[VllmEngine, VllmEngine], kind: str) -> None:
+    """Equal text, token ids, tool calls, finish reason and usage; the other engine has the KV."""
+    engine, heir = two_engines
+    whole = said(await stream(engine, *KINDS[kind]))
+    for cut in CUTS:
+        try:
+            moved = said(await stream(engine, *KINDS[kind], cut, heir, moves=True))
+        except NothingLeftError:
+            assert cut > whole["usage"]["completion_tokens"] / 2
+            break
+        assert moved == whole, f"moved after token {cut}"
+    llms = engine._llm, heir._llm  # noqa: SLF001 - no public way to the block pools
+    await until(lambda: all_reset(*llms))
+
+
+@pytest.mark.parametrize("kind", ["logprobs", "penalties"])
+async def test_a_stream_that_would_be_repeated_stays(two_engines: tuple[VllmEngine, VllmEngine], kind: str) -> None:
+    """Its tokens depend on the steps, so another engine could not use the KV."""
+    engine, heir = two_engines
+    with pytest.raises(NothingLeftError):
+        await stream(engine, *KINDS[kind], 14, heir, moves=True)
