@@ -320,6 +320,8 @@ class Decode(EngineActor):
     async def identities(self) -> list[str]:
         """Return the identities of the ranks that accept calls, for replicas whose streams move."""
         await self.engine.check_health()
+        if not self.engine.can_resume:
+            return []
         ranks = zip(self._rpc_servers, self.engine.described, strict=True)
         return [described.get("identity", "") for server, described in ranks if not server.leaving.is_set()]
 

@@ -16,6 +16,11 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 8
 """Number of streams of a rank that move at the same time; the others go on here meanwhile."""
 
+MOVES_S = 5.0
+"""Time in seconds after which a stream that has not moved (its client may read nothing) no longer
+counts as one of these.
+"""
+
 LOOK_S = 0.2
 """Interval in seconds between looks at the streams."""
 
@@ -27,18 +32,29 @@ async def move_streams(engine: VllmEngine, rank: int, server: RpcServer, others:
     """
     await server.leaving.wait()
     identity = engine.described[rank].get("identity", "")
-    told: set[str] = set()
+    told: dict[str, float] = {}
     while True:
-        left = engine.movable(rank)
-        waiting = sorted(left.keys() - told, key=left.__getitem__, reverse=True)[: AT_ONCE - len(told & left.keys())]
-        if waiting and any(identity in own for own in await others.ask("identities")):
-            for request_id in waiting:
-                await engine.move(request_id, rank)
-            told.update(waiting)
-            logger.info(
-                "rank %d is stopping: %d of its streams have been told to move; %d calls run",
-                rank,
-                len(told),
-                server.ongoing,
-            )
+        try:
+            await _move_some(engine, rank, server, others, identity, told)
+        except Exception:
+            logger.exception("rank %d is stopping and could not move streams; they run on", rank)
         await asyncio.sleep(LOOK_S)
+
+
+async def _move_some(
+    engine: VllmEngine, rank: int, server: RpcServer, others: PeerReplicas, identity: str, told: dict[str, float]
+) -> None:
+    """Tell further streams to move, and record in `told` when."""
+    left, now = engine.movable(rank), asyncio.get_running_loop().time()
+    moving = sum(now - told[each] < MOVES_S for each in told.keys() & left.keys())
+    waiting = sorted(left.keys() - told.keys(), key=left.__getitem__, reverse=True)[: max(0, AT_ONCE - moving)]
+    if waiting and any(identity in own for own in await others.ask("identities")):
+        for request_id in waiting:
+            told[request_id] = now
+            await engine.move(request_id, rank)
+        logger.info(
+            "rank %d is stopping: %d of its streams have been told to move; %d calls run",
+            rank,
+            len(told),
+            server.ongoing,
+        )

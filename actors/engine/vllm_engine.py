@@ -93,6 +93,8 @@ class VllmEngine:
         self._load = load
         self._app = app
         self._cannot_resume = cannot_resume
+        self.can_resume = cannot_resume is None
+        """Whether the engine can continue the streams of other engines."""
         self._stop_flag = stop_flag
         self._stack = stack
         self.ranks = range(ranks)

@@ -393,7 +393,9 @@ class Dispatcher:
     async def _choose_decode(self, decision: Decision) -> Slot:
         self._decode_replica = None
         request, timeout_s = self.request, self.limits.replica_timeout_s
-        wanted = SlotRequest(self._avoided(), decision.decode, request.sequences, self._identity, request.part)
+        # A stream that continues is never refused because many requests wait.
+        part = request.part or self._identity is not None
+        wanted = SlotRequest(self._avoided(), decision.decode, request.sequences, self._identity, part)
         try:
             slot = await take_slot("decode", self.model.decode, timeout_s, wanted, queues=True)
         except DeadlineError as error:

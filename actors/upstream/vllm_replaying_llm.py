@@ -172,7 +172,12 @@ class ReplayingLLM(AsyncLLM):
         return {
             request_id: (state.max_tokens_param or 0) - served.recorded
             for request_id, (state, served) in calls.items()
-            if served is not None and served.may_move and served.data_parallel_rank == rank
+            if served is not None
+            and served.may_move
+            and served.data_parallel_rank == rank
+            # vLLM would keep the last tokens of an incomplete interval.
+            and state.stream_interval <= 1
+            and state.prompt_embeds is None
         }
 
     def _run_output_handler(self) -> None:
@@ -204,7 +209,8 @@ class ReplayingLLM(AsyncLLM):
         if served is not None:
             served.source = partial(self._source, served.data_parallel_rank, options.get("lora_request"))
             served.split_first = True
-            served.movable = served.movable and self._prefills(params)
+            # vLLM would not look for a repetition at the token with which a moved request ends.
+            served.movable = served.movable and self._prefills(params) and params.repetition_detection is None
             if samples:
                 params, served.unfinished = one_token(params), params.max_tokens != 1
         try:

@@ -26,6 +26,8 @@ class Loading(Engine):
     child of a MultiConnector.
     """
 
+    moves = False
+
     def __init__(self, blocks: int) -> None:
         super().__init__(1, blocks, prefix_caching=False, asynchronous=False)
         self.failing: set[str] = set()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.engine.engine_actor import Decode
-from actors.engine.moves import AT_ONCE, move_streams
+from actors.engine.moves import AT_ONCE, MOVES_S, move_streams
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -18,6 +18,8 @@ class Engine:
     """An engine whose streams end a while after they were told to move."""
 
     described = ({"identity": "model"},)
+    can_resume = True
+    stuck: frozenset[str] = frozenset()
 
     def __init__(self, streams: dict[str, int]) -> None:
         self.streams = dict(streams)
@@ -37,6 +39,8 @@ class Engine:
         asyncio.get_running_loop().call_later(1.0, self._end, request_id)
 
     def _end(self, request_id: str) -> None:
+        if request_id in self.stuck:
+            return
         del self.streams[request_id]
         if not self.streams:
             self.empty.set()
@@ -67,6 +71,23 @@ async def test_the_longest_streams_move_first(others: list[list[str]], moves: bo
     moving.cancel()
     assert engine.told == (sorted(streams, reverse=True) if moves else [])
     assert engine.most == (AT_ONCE if moves else 0)
+
+
+async def test_streams_that_do_not_end_do_not_keep_others_from_moving() -> None:
+    """Their clients read nothing, or no engine has a slot for them."""
+
+    async def ask(_: str) -> list[list[str]]:
+        return [["model"]]
+
+    streams = {f"{number:02}": number for number in range(2 * AT_ONCE)}
+    engine: Any = Engine(streams)
+    engine.stuck = frozenset(sorted(streams)[AT_ONCE:])
+    server: Any = SimpleNamespace(leaving=asyncio.Event(), ongoing=len(streams))
+    server.leaving.set()
+    moving = asyncio.create_task(move_streams(engine, 0, server, SimpleNamespace(ask=ask)))  # type: ignore[arg-type]
+    await asyncio.sleep(MOVES_S + 1)
+    moving.cancel()
+    assert engine.told == sorted(streams, reverse=True)
 
 
 class Server:
@@ -102,6 +123,8 @@ class Replica(Decode):
 async def test_a_stopping_replica_is_empty_once_its_streams_have_moved() -> None:
     replica = Replica()
     assert await replica.identities() == ["model"]
+    replica.engine.can_resume = False
+    assert await replica.identities() == []
     await replica._drain()  # noqa: SLF001
     assert replica.engine.told == ["b", "a"]
     assert await replica.identities() == []

@@ -71,6 +71,8 @@ class Engine(Core):
     """One engine core, with ranks that report as real workers do."""
 
     connector: TandemConnector
+    moves = True
+    """Whether running requests sometimes move."""
 
     def __init__(
         self,
@@ -417,7 +419,7 @@ class Engine(Core):
 
     def step(self) -> None:
         """Sometimes tell a running request to move first."""
-        if self.scheduler.running and self.rng.random() < 0.05:
+        if self.moves and self.scheduler.running and self.rng.random() < 0.05:
             self.move(self.rng.choice(self.scheduler.running).request_id)
         super().step()
 
