@@ -79,14 +79,15 @@ def kind_cases() -> Iterator[Case]:
 class Blow:
     """The kill of the engine that has computed most since the streams were sent.
 
-    ``at``   tokens of all clients together
-    ``had``  tokens of each request that was open then
+    ``at``     number of tokens of all clients together, or of ``clients`` with tokens
+    ``had``    tokens of each request that was open then
     """
 
     streams: Sequence[Stream]
     engines: Sequence[EngineProcess]
     victim: str
     at: int
+    clients: bool
     had: dict[str, int] = field(default_factory=dict)
     processes: list[psutil.Process] = field(default_factory=list)
 
@@ -96,7 +97,8 @@ class Blow:
     def heard(self) -> None:
         """Strike if the moment has come; in any case once all streams have ended."""
         ended = all(stream.ended for stream in self.streams)
-        if self.processes or not (ended or sum(stream.tokens for stream in self.streams) >= self.at):
+        counts = [bool(stream.tokens) if self.clients else stream.tokens for stream in self.streams]
+        if self.processes or not (ended or sum(counts) >= self.at):
             return
         grown = [engine.busy_s - before for engine, before in zip(self.engines, self._busy_s, strict=True)]
         engine = self.engines[grown.index(max(grown))]
@@ -155,7 +157,7 @@ async def _round(report: Report, service: Any, http: httpx.AsyncClient, known: A
     engines = await asyncio.to_thread(until, both, "two decode engines serve")
     before, resumed_before = await asyncio.to_thread(decodes), await asyncio.to_thread(resumed)
     streams = [Stream(case) for case, _ in known]
-    blow = Blow(streams, engines, row["victim"], row["at"])
+    blow = Blow(streams, engines, row["victim"], row["at"], clients=row["first_token"] == "prefill")
     await asyncio.gather(*(_follow(http, stream, blow.heard) for stream in streams))
     _, left = await asyncio.to_thread(psutil.wait_procs, blow.processes, GONE_S)
     more = await asyncio.to_thread(resumed) - resumed_before
@@ -191,7 +193,7 @@ async def _play(report: Report, pair: PairOfServers, cases: Iterator[Case], kill
 
 def streams(report: Report, *, kills: int = 40, seed: int = 1, damage: float = 0.0) -> None:
     """Four streams of every kind a round, killed at the 1st to 120th token of them all; then 16
-    random ones, whose first tokens are prefill's, at the 1st to 16th.
+    random ones, whose first tokens are prefill's, at the first token of the 1st to 16th.
     """
     several = (case for case in stream_cases(10**6, seed) if "max_tokens 1" not in case.features)
     for first_token, cases, count, last in (("decode", kind_cases(), 4, 120), ("prefill", several, 16, 16)):
