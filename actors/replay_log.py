@@ -105,7 +105,7 @@ class ServedCall:
 
     @property
     def may_move(self) -> bool:
-        """Whether the stream can move now: no engine continues one of unknown source."""
+        """True if the stream can move now: no engine continues one of unknown source."""
         return self.movable and self._identified
 
     def sampled(self) -> None:

@@ -296,7 +296,7 @@ def take_ready(
 def take_layers(
     transfer: Transfer, delivery: Delivery, group: Group, consumer: ConsumerPeer, stop: int
 ) -> list[Moves] | None:
-    """As ``take_ready``, for the first ``stop`` layers of the units that this step completes."""
+    """Do as ``take_ready`` for the first ``stop`` layers of the units that this step completes."""
     if group.index not in delivery.early:
         taken = _take(transfer, delivery, group, consumer, transfer.coming_tokens)
         if not taken:

@@ -185,7 +185,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self.scheduler.blocks.bind(kv_cache_manager)
 
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine must step: workers report ends of quarantine and copies then."""
+        """Return whether an idle engine must step: workers report ends of quarantine and copies."""
         store = self._store_scheduler
         return bool(self.scheduler.quarantine) or (store is not None and store.copying)
 

@@ -11,7 +11,7 @@ _RDMA = Path("/sys/class/infiniband")
 
 
 def has_rdma(where: Path = _RDMA) -> bool:
-    """Whether the kernel has RDMA devices, even if this container cannot use them."""
+    """Return whether the kernel has RDMA devices, even if this container cannot use them."""
     try:
         return any(os.scandir(where))
     except FileNotFoundError:

@@ -39,7 +39,7 @@ def own_process() -> ProcessIdentity:
 
 
 def process_start_s() -> float:
-    """In ``time.time()`` seconds; infinity without ``/proc``."""
+    """Return the start in seconds of ``time.time()``; infinity without ``/proc``."""
     try:
         ticks = int(_stat(os.getpid())[_STARTED_AT])
     except OSError:

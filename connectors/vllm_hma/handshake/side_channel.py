@@ -197,7 +197,7 @@ class _Streams:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """On this address only; ``::`` includes IPv4."""
+    """Listen on this address only; ``::`` includes IPv4."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=host == "::")
 

@@ -54,7 +54,7 @@ def drafting(config: VllmConfig) -> SpeculativeConfig | None:
 
 
 def reads_next_token(config: VllmConfig) -> bool:
-    """Whether a draft's KV at a position depends on the next token, as in EAGLE and MTP."""
+    """Return whether a draft's KV at a position depends on the next token, as in EAGLE and MTP."""
     return config.num_prefill_lookahead_tokens > 0
 
 

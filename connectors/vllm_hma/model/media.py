@@ -68,7 +68,7 @@ def named_by_content(request: Request) -> bool:
 
 
 def reads_whole_images(config: VllmConfig) -> bool:
-    """Whether tokens of an image attend to later tokens of this image, as in Gemma 3."""
+    """Return whether tokens of an image attend to later tokens of this image, as in Gemma 3."""
     return bool(config.model_config.is_mm_prefix_lm)
 
 
