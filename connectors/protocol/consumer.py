@@ -114,7 +114,8 @@ class Consumer:
 
     def start(self, order: Order, now: float) -> list[ConsumerAction]:
         """An id is valid once: a late Fin of a first request would match a second with its id."""
-        if not self._queue.remove(order.transfer_id, order.request_id) and self._is_used(order.transfer_id):
+        self._queue.remove(order.transfer_id, order.request_id)
+        if self._is_used(order.transfer_id):
             return [Received(order.request_id, _USED_TWICE)]
         self._engines.touch(order.producer.incarnation, now)
         reception = self._receptions[order.request_id] = Reception(order, ReceptionStage.CONNECTING, now)
@@ -124,7 +125,7 @@ class Consumer:
 
     def release(self, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
         """End the producer's lease of a transfer for which this rank sends no Offer."""
-        self._queue.discard(transfer_id)
+        self._queue.remove(transfer_id)
         self._engines.touch(producer.incarnation, now)
         cancels = self._engines.release(transfer_id, producer.incarnation, now)
         return [Connect(producer)] if self._engines.reachable(producer.incarnation) is None else [*cancels]

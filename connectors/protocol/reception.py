@@ -60,15 +60,11 @@ class RequestQueue:
         partners = self._engines.reachable(producer.incarnation)
         return [Connect(producer)] if partners is None else [self._ask(transfer_id, queued, partners, now)]
 
-    def remove(self, transfer_id: str, request_id: str) -> bool:
+    def remove(self, transfer_id: str, request_id: str | None = None) -> None:
+        """Remove a request, or any of this transfer."""
         queued = self.requests.get(transfer_id)
-        if queued is None or queued.request_id != request_id:
-            return False
-        del self.requests[transfer_id]
-        return True
-
-    def discard(self, transfer_id: str) -> None:
-        self.requests.pop(transfer_id, None)
+        if queued is not None and request_id in (None, queued.request_id):
+            del self.requests[transfer_id]
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[Send]:
         waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]

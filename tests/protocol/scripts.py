@@ -137,6 +137,15 @@ class Player:
         """Return the counts that are not zero."""
         return [f"{count} {name}" for name, count in self.machine.counts().items() if count]
 
+    def leaves_nothing(self) -> None:
+        """End all that a script has left open: then the machine has no state but its clocks."""
+        self.end()
+        for _ in range(3):
+            self.now += 1e5
+            self.machine.tick(self.now)
+        left = {name: each for part in (self.machine, *self.parts()) for name, each in vars(part).items()}
+        assert not {name: each for name, each in left.items() if isinstance(each, dict | set) and each}
+
     def knows(self, peer: str) -> Any:
         return self.machine.knows(self.peer(peer))
 
@@ -218,6 +227,13 @@ class ConsumerPlayer(Player):
 
     def awaits(self, peer: str) -> Any:
         return self.machine.awaits(self.peer(peer))
+
+    def end(self) -> None:
+        for engine in "abc":
+            self.machine.engine_lost(engine, "lost", self.now)
+
+    def parts(self) -> list[object]:
+        return [self.machine._engines, self.machine._queue]
 
     def show(self, action: Any) -> str:
         match action:
@@ -333,6 +349,19 @@ class ProducerPlayer(Player):
 
     def serves(self, peer: str) -> Any:
         return self.machine.serves(self.peer(peer))
+
+    def end(self) -> None:
+        for write_id in list(self.machine._writes):
+            self.machine.write_failed(write_id, "ended", self.now)
+        for transfer in list(self.machine._transfers.values()):
+            if transfer.request_id is not None:
+                self.machine.finished(transfer.request_id, False, "ended", self.now)
+        self.machine.orders_applied(self.now)
+        for engine in "cd":
+            self.machine.engine_lost(engine, self.now)
+
+    def parts(self) -> list[object]:
+        return [self.machine._allowance]
 
     def show(self, action: Any) -> str:
         match action:

@@ -274,6 +274,9 @@ SCRIPTS = scripts("""
 11.9 tick
 12 tick | due r failed cancelled
 13 connected | cancel 0 #1, cancel 1 #1
+== queued: a request that starts leaves the queue
+1 start r | offer 0 #2, offer 1 #2
+1 counts | 1 offered
 == queued: Aborted ends the wait of a queued request
 1 aborted 0 | due r failed cancelled, cancel 0 #2, cancel 1 #2
 1 counts
@@ -393,10 +396,14 @@ WITH_DIGESTS = scripts("""
 @pytest.mark.parametrize("title", SCRIPTS)
 def test_transitions(title: str) -> None:
     state, script = SCRIPTS[title]
-    ConsumerPlayer().play(f"{STATES[state]}\n{script}")
+    player = ConsumerPlayer()
+    player.play(f"{STATES[state]}\n{script}")
+    player.leaves_nothing()
 
 
 @pytest.mark.parametrize("title", WITH_DIGESTS)
 def test_transitions_with_digests(title: str) -> None:
     state, script = WITH_DIGESTS[title]
-    ConsumerPlayer(digests=True).play(f"{STATES[state]}\n{script}")
+    player = ConsumerPlayer(digests=True)
+    player.play(f"{STATES[state]}\n{script}")
+    player.leaves_nothing()

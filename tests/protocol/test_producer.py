@@ -211,6 +211,11 @@ SCRIPTS = scripts("""
 1 knows 0 | False
 2 progress 12
 3 held | sent r
+== open: a worker that returns finds its delivery ended
+1 peer_lost 0
+2 welcome 0
+3 progress 12
+4 held | sent r
 == held: a lost rank during a write
 3 offer 0 | write 0 1>50 2>51 3>52 6>60
 4 peer_lost 0
@@ -338,7 +343,7 @@ SCRIPTS = scripts("""
 0 offer 0
 1 progress 12 | write 0 1>50 2>51 3>52 6>60
 2 held
-10.9 tick | alive 0
+10 tick | alive 0
 11 tick
 11 done 1 | fin 0 31, sent r
 == held: a write that hangs: its blocks wait for its end
@@ -476,4 +481,6 @@ def test_transitions(title: str) -> None:
     state, script = SCRIPTS[title]
     state, *options = state.split()
     ranks = (0, 1) if "two" in options else (0,)
-    ProducerPlayer(ranks, "late" in options).play(f"{STATES[state]}\n{script}")
+    player = ProducerPlayer(ranks, "late" in options)
+    player.play(f"{STATES[state]}\n{script}")
+    player.leaves_nothing()
