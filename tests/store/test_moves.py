@@ -255,3 +255,14 @@ def test_a_rank_that_is_left_out_is_found() -> None:
     zero = np.zeros(1, np.int64)
     every = Moves(0, zero, zero, zero, zero)
     assert len(build_runs(pairs[0], [every])) > 0
+
+
+def test_ranks_with_different_objects_are_refused() -> None:
+    ranks = [
+        make_engine(Shape(style="token_major", rows=4, block_tokens=4, row_bytes=row_bytes, groups=(FULL,)), 1)[
+            0
+        ].layout
+        for row_bytes in (8, 16)
+    ]
+    with pytest.raises(PlanError, match="different layouts"):
+        prove_store(plan_store(ranks[0].groups, 8, 4096), ranks)
