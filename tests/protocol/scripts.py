@@ -143,7 +143,9 @@ class Player:
         for _ in range(3):
             self.now += 1e5
             self.machine.tick(self.now)
-        left = {name: each for part in (self.machine, *self.parts()) for name, each in vars(part).items()}
+        own = vars(self.machine)
+        parts = [vars(part) for part in own.values() if hasattr(part, "__dict__")]
+        left = {name: each for part in (own, *parts) for name, each in part.items()}
         assert not {name: each for name, each in left.items() if isinstance(each, dict | set) and each}
 
     def knows(self, peer: str) -> Any:
@@ -231,9 +233,6 @@ class ConsumerPlayer(Player):
     def end(self) -> None:
         for engine in "abc":
             self.machine.engine_lost(engine, "lost", self.now)
-
-    def parts(self) -> list[object]:
-        return [self.machine._engines, self.machine._queue]
 
     def show(self, action: Any) -> str:
         match action:
@@ -351,17 +350,15 @@ class ProducerPlayer(Player):
         return self.machine.serves(self.peer(peer))
 
     def end(self) -> None:
-        for write_id in list(self.machine._writes):
+        own = vars(self.machine)
+        for write_id in list(own["_writes"]):
             self.machine.write_failed(write_id, "ended", self.now)
-        for transfer in list(self.machine._transfers.values()):
+        for transfer in list(own["_transfers"].values()):
             if transfer.request_id is not None:
                 self.machine.finished(transfer.request_id, False, "ended", self.now)
         self.machine.orders_applied(self.now)
         for engine in "cd":
             self.machine.engine_lost(engine, self.now)
-
-    def parts(self) -> list[object]:
-        return [self.machine._allowance]
 
     def show(self, action: Any) -> str:
         match action:
