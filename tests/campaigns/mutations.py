@@ -3,9 +3,8 @@
     python -m tests.campaigns mutations COUNT=200 SEED=1 ONLY=PART
 
 A mutant differs from the checkout in one comparison, operator, condition, constant, statement or
-order of arguments, of each kind equally many. A child process imports it and runs the tests of its
-folder (``CORE``), file by file, until one fails. Texts of messages, assertions, annotations,
-decorators and ``zip``'s ``strict`` remain: no result depends on them.
+order of arguments, of each kind equally many. A child process runs the tests of its folder until
+one fails. Messages, assertions, annotations, decorators and ``zip``'s ``strict`` remain.
 """
 
 from __future__ import annotations
@@ -15,9 +14,11 @@ import copy
 import multiprocessing
 import os
 import random
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,6 @@ REMOVABLE = ast.AugAssign | ast.Delete | ast.Raise | ast.Continue | ast.Break
 UNCHANGED = ("annotation", "returns", "decorator_list", "bases", "simple")
 LAST = [f"tests/{name}.py" for name in ("planning/test_oracle", "protocol/test_exploration")]
 LAST += [f"tests/store/test_{name}.py" for name in ("device_copies", "folder", "service")]
-"""The longest tests, which run after the others."""
 
 Mutant = tuple[str, str, int, str, str, str]
 """File, function, line, change, source line, and the module's changed source."""
@@ -113,17 +113,24 @@ def build(path: Path, tree: Any, place: tuple[Any, str, Any], node: Any, within:
     return str(path.relative_to(ROOT)), within, node.lineno, what, line, sources[0]
 
 
-def kill(mutant: Mutant) -> tuple[str, float]:
-    """Return the file of tests that kills a mutant, empty if none does, and the seconds it took."""
-    started_at, get_code = time.monotonic(), SourceFileLoader.get_code
+def run_tests(mutant: Mutant) -> None:
+    """Exit with 1 if a test fails; a test that exceeds its time ends the process with 1."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    get_code, folder = SourceFileLoader.get_code, mutant[0].rpartition("/")[0]
     module, changed = mutant[0].removesuffix(".py").replace("/", "."), compile(mutant[5], mutant[0], "exec")
     SourceFileLoader.get_code = lambda loader, name: changed if name == module else get_code(loader, name)  # type: ignore[method-assign, assignment]
-    folders = CORE[mutant[0].rpartition("/")[0]]
-    files = [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).glob("test_*.py"))]
+    files = [str(path.relative_to(ROOT)) for tests in CORE[folder] for path in sorted((ROOT / tests).glob("test_*.py"))]
     for file in sorted(files, key=lambda file: LAST.index(file) if file in LAST else -1):
-        if pytest.main(["-x", "-q", "--noconftest", "-p", "no:cacheprovider", "--timeout=900", file]):
-            return file, time.monotonic() - started_at
-    return "", time.monotonic() - started_at
+        if pytest.main(["-x", "-q", "--noconftest", "-p", "no:cacheprovider", "--timeout=300", file]):
+            sys.exit(1)
+
+
+def survives(mutant: Mutant) -> tuple[bool, float]:
+    started_at = time.monotonic()
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(mutant,))
+    process.start()
+    process.join()
+    return process.exitcode == 0, time.monotonic() - started_at
 
 
 def mutations(report: Report, *, count: int = 200, seed: int = 1, only: str = "") -> None:
@@ -133,12 +140,12 @@ def mutations(report: Report, *, count: int = 200, seed: int = 1, only: str = ""
     settings.load_profile("mutants")
     pytest.main(["--version"])  # loads the plugins before the processes fork
     os.nice(max(0, 15 - os.nice(0)))
-    with multiprocessing.get_context("fork").Pool(2, os.dup2, (os.open(os.devnull, os.O_WRONLY), 1), 1) as pool:
+    with ThreadPoolExecutor(2) as threads:
         survivors = 0
-        for mutant, (by, seconds) in zip(chosen, pool.imap(kill, chosen), strict=True):
-            survivors += not by
-            print(f"{seconds:6.1f} s {by or 'SURVIVES'}:", *mutant[:5], flush=True)
-            if not by:
+        for mutant, (survived, seconds) in zip(chosen, threads.map(survives, chosen), strict=True):
+            survivors += survived
+            print(f"{seconds:6.1f} s {'SURVIVES' if survived else 'killed'}:", *mutant[:5], flush=True)
+            if survived:
                 report.row(survivor=mutant[:5])
     report.row(mutants=len(chosen), killed=len(chosen) - survivors)
     report.check(survivors * 20 <= len(chosen), f"{survivors} of {len(chosen)} mutants survive")
