@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Mapping
@@ -14,15 +15,18 @@ from actors.errors import (
     CannotResumeError,
     DeadlineError,
     EngineDownError,
+    OverloadedError,
     RefusedError,
     SilentError,
     UnavailableError,
     with_causes,
 )
-from actors.policy.choice import MOVED, NO_PREFILL, OTHER_IDENTITY, PREFILL_FAILED, SEVERAL_CHOICES, Decision
+from actors.policy.admission import longest_wait_s
+from actors.policy.choice import MOVED, NO_PREFILL, OTHER_IDENTITY, PREFILL_FAILED, SEVERAL_CHOICES, Decision, Estimate
 from actors.request import Call, ReplayLog, StreamChunk
 from actors.router.attempt import Attempt
 from actors.router.client_request import (
+    TOKENS_ONLY,
     ClientRequest,
     choices_of,
     is_one_token,
@@ -89,6 +93,8 @@ class Dispatcher:
         """Identity of the engines that may continue the stream; None before it is interrupted."""
         self._decode_replica: str | None = None
         self._decode_tries = 0
+        self._admitted = False
+        """Whether the request has had a slot; later attempts are never refused."""
         self._last_error: UnavailableError | None = None
         self._silent_pairs = 0
 
@@ -395,7 +401,16 @@ class Dispatcher:
         request, timeout_s = self.request, self.limits.replica_timeout_s
         # A stream that continues is never refused because many requests wait.
         part = request.part or self._identity is not None
-        wanted = SlotRequest(self._avoided(), decision.decode, request.sequences, self._identity, part)
+        wanted = SlotRequest(
+            self._avoided(),
+            decision.decode,
+            request.sequences,
+            self._identity,
+            part,
+            tokens=0 if request.endpoint in TOKENS_ONLY else self.model.planner.kv_tokens(request.prompt),
+            priority=request.priority,
+            wait_s=math.inf if part or self._admitted else self._longest_wait_s(decision.chosen),
+        )
         try:
             slot = await take_slot("decode", self.model.decode, timeout_s, wanted, queues=True)
         except DeadlineError as error:
@@ -412,7 +427,24 @@ class Dispatcher:
                 raise self._last_error from self._last_error.__cause__
             raise error from None
         self._decode_replica = slot.replica_id
+        self._admitted = True
         return slot
+
+    def _longest_wait_s(self, chosen: Estimate | None) -> float:
+        """Return the longest estimated wait for a slot with which the request meets its deadlines.
+
+        Raises OverloadedError if its prompt would wait longer for others.
+        """
+        request, limits = self.request, self.limits
+        whole_s = None if request.streams else limits.request_timeout_s - self.age_s
+        longest = self.model.planner.longest_answer(request.prompt)
+        longest_s = longest_wait_s(chosen, limits.first_token_timeout_s - self.age_s, whole_s, longest, request.crowds)
+        if chosen is not None and chosen.queue_s > max(longest_s, 0.0):
+            raise OverloadedError(
+                f"the prompt would wait about {chosen.queue_s:.0f} s for others, and the request time out; retry later",
+                chosen.queue_s - max(longest_s, 0.0),
+            )
+        return longest_s
 
 
 def _is_busy_or_broken(status: int) -> bool:

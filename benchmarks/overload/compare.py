@@ -190,8 +190,9 @@ async def measure(urls: dict[str, str], rate: float, loads: tuple[float, ...], s
     return found | {"burst": burst}
 
 
-def main(*, seconds: float = 120.0, rate: float = 3.3, loads: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0),
-         vllm_router: str = "") -> int:
+def main(
+    *, seconds: float = 120.0, rate: float = 3.3, loads: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0), vllm_router: str = ""
+) -> int:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder, started = Path(name), list[Process]()
         stack.callback(stop, started)
@@ -212,10 +213,12 @@ def main(*, seconds: float = 120.0, rate: float = 3.3, loads: tuple[float, ...] 
     write("overload", {"seconds": seconds, "rate": rate, "loads": loads, "arms": found})
     rows = list(found["tandem"].values())
     peak = max(row["goodput"] for row in rows)
-    return failed({
-        "goodput below 95% of its peak": any(row["goodput"] < 0.95 * peak for row in rows[1:]),
-        "an admitted request was late": any(row["admitted_late"] for row in rows),
-    })
+    return failed(
+        {
+            "goodput below 95% of its peak": any(row["goodput"] < 0.95 * peak for row in rows[1:]),
+            "an admitted request was late": any(row["admitted_late"] for row in rows),
+        }
+    )
 
 
 if __name__ == "__main__":
