@@ -94,7 +94,7 @@ class Run:
     tries: list[int] = field(default_factory=list)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Reply:
+async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], patience: float) -> Reply:
     began = time.monotonic()
 
     def reply(status: int, good: bool = False, **more: int) -> Reply:
@@ -104,7 +104,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) ->
     first_s = 0.0
     limit_s = FIRST_S if body["stream"] else WHOLE_S
     try:
-        async with asyncio.timeout(limit_s) as bound, session.post(f"{url}/v1/completions", json=body) as response:
+        async with asyncio.timeout(patience * limit_s) as bound, session.post(f"{url}/v1/completions", json=body) as response:
             if response.status != 200:
                 await response.read()
                 return reply(response.status, retry_after_s=int(response.headers.get("Retry-After", 0)))
@@ -123,13 +123,13 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) ->
     if "preempted" not in found or not done:
         return reply(0)
     now_s = time.monotonic() - began
-    good = now_s <= limit_s + (TOKEN_S * body["answer_tokens"] if body["stream"] else 0)
+    good = (first_s <= limit_s and now_s <= limit_s + TOKEN_S * body["answer_tokens"]) if first_s else now_s <= limit_s
     return reply(200, good, preempted=found["preempted"])
 
 
-async def client(session: aiohttp.ClientSession, url: str, body: dict[str, Any], run: Run, tries: int) -> None:
+async def client(session: aiohttp.ClientSession, url: str, body: dict[str, Any], run: Run, tries: int, patience: float) -> None:
     for number in range(1, tries + 1):
-        reply = await ask(session, url, body)
+        reply = await ask(session, url, body, patience)
         run.replies.append(reply)
         if reply.status != 429 or number == tries:
             run.tries.append(number if reply.status != 429 else tries + 1)
@@ -144,7 +144,7 @@ def body(dice: random.Random) -> dict[str, Any]:
     return {"model": "instant", "prompt": prompt, "max_tokens": MAX_TOKENS, "answer_tokens": answer, "stream": stream}
 
 
-async def play(urls: dict[str, str], rate: float, seconds: float, tries: int = 1) -> dict[str, Run]:
+async def play(urls: dict[str, str], rate: float, seconds: float, patience: float, tries: int = 1) -> dict[str, Run]:
     """Send `rate` requests per second to each arm; return when all have ended."""
     dice, runs, due = random.Random(0), {name: Run() for name in urls}, time.monotonic()
     until, sent = due + seconds, []
@@ -152,7 +152,7 @@ async def play(urls: dict[str, str], rate: float, seconds: float, tries: int = 1
         while due < until:
             await asyncio.sleep(max(due - time.monotonic(), 0))
             one = body(dice)
-            sent += [asyncio.create_task(client(session, url, one, runs[name], tries)) for name, url in urls.items()]
+            sent += [asyncio.create_task(client(session, url, one, runs[name], tries, patience)) for name, url in urls.items()]
             due += dice.expovariate(rate)
         await asyncio.gather(*sent)
     return runs
@@ -171,14 +171,14 @@ def report(run: Run, began: float, seconds: float) -> dict[str, float]:
     }
 
 
-async def measure(urls: dict[str, str], rate: float, loads: tuple[float, ...], seconds: float) -> dict[str, Any]:
+async def measure(urls: dict[str, str], rate: float, loads: tuple[float, ...], seconds: float, patience: float) -> dict[str, Any]:
     found: dict[str, Any] = {name: {} for name in urls}
     for load in loads:
         began = time.monotonic()
-        for name, run in (await play(urls, load * rate, seconds)).items():
+        for name, run in (await play(urls, load * rate, seconds, patience)).items():
             found[name][str(load)] = row = report(run, began, seconds)
             print(f"{name:12} {load:4g}", "  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
-    run = (await play({"tandem": urls["tandem"]}, BURST_LOAD * rate, BURST_S, TRIES))["tandem"]
+    run = (await play({"tandem": urls["tandem"]}, BURST_LOAD * rate, BURST_S, patience, TRIES))["tandem"]
     retried = [tries for tries in run.tries if tries > 1]
     burst = {
         "requests": len(run.tries),
@@ -191,7 +191,7 @@ async def measure(urls: dict[str, str], rate: float, loads: tuple[float, ...], s
 
 
 def main(
-    *, seconds: float = 120.0, rate: float = 3.3, loads: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0), vllm_router: str = ""
+    *, seconds: float = 120.0, rate: float = 3.3, patience: float = 1.0, loads: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0), vllm_router: str = ""
 ) -> int:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder, started = Path(name), list[Process]()
@@ -209,7 +209,7 @@ def main(
             prefill, decode = (module("benchmarks.overload.engine", free_port()) for _ in range(2))
             router, urls["vllm-router"] = start_vllm_router(vllm_router, folder, prefill, decode)
             started.append(router)
-        found = uvloop.run(measure(urls, rate, loads, seconds))
+        found = uvloop.run(measure(urls, rate, loads, seconds, patience))
     write("overload", {"seconds": seconds, "rate": rate, "loads": loads, "arms": found})
     rows = list(found["tandem"].values())
     peak = max(row["goodput"] for row in rows)
