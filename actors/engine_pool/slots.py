@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from actors.errors import OverloadedError
-from actors.policy.admission import ServiceRate
+from actors.policy.admission import Returns, ServiceRate
 from actors.policy.prefixes import EngineStore
 from actors.request import ProducerAddress
 from actors.rpc.address import RpcAddress
@@ -154,6 +154,7 @@ class SlotPool:
         self._committed: Counter[str] = Counter()
         """Tokens of KV, by engine."""
         self._rate = ServiceRate()
+        self.returns = Returns()
         self._others: dict[str, tuple[int, float]] = {}
         self._full: dict[str, FullReplica] = {}
         self._leaving: set[str] = set()
@@ -226,6 +227,7 @@ class SlotPool:
             self._waiting.pop(slot, None)
             if not self._waiting:
                 self._rate.observe(0, False, _now())
+                self.returns.forget()
             if not self._waiting and self._looking is not None:
                 self._looking.cancel()
                 self._looking = None
@@ -242,10 +244,10 @@ class SlotPool:
             return
         ahead = sum(one.tokens for one in self._waiting.values() if one.priority <= wanted.priority)
         wait_s, work_s = self._rate.wait_s(ahead + wanted.tokens), self._rate.wait_s(wanted.tokens)
-        if wait_s > max(wanted.wait_s, 0.0):
+        if wait_s > wanted.wait_s:
             raise OverloadedError(
                 f"the request would wait about {wait_s:.0f} s for an engine, and time out; retry later",
-                self._rate.retry_s(work_s, wait_s - max(wanted.wait_s, 0.0), _now()),
+                self.returns.retry_s(work_s, wait_s - wanted.wait_s, _now()),
             )
 
     def add(self, name: str, sequences: int) -> None:

@@ -8,7 +8,7 @@ import math
 
 from actors.policy.choice import Estimate
 
-SAFE_SHARE = 0.7
+SAFE_SHARE = 0.5
 """Fraction of a deadline that estimates may use up. Admitted requests must not time out."""
 
 CROWDING_SHARE = 0.5
@@ -62,7 +62,6 @@ class ServiceRate:
         self._tokens = self._seconds = self._at = 0.0
         self._releases = 0
         self._busy = False
-        self._returns_at = 0.0
 
     def observe(self, tokens: int, waiting: bool, now: float) -> None:
         """Record `tokens` released since the last call, and whether requests wait from now on."""
@@ -78,14 +77,25 @@ class ServiceRate:
         """Return the estimated seconds until the engines have released `tokens`; 0: unknown."""
         return tokens * self._seconds / self._tokens if self._releases >= FEWEST_RELEASES else 0.0
 
+
+class Returns:
+    """Times at which refused requests should return: one after the other, at the engines' rate.
+
+    With equal times, all would return at once and be refused again.
+    """
+
+    def __init__(self) -> None:
+        self._last_at = 0.0
+
     def retry_s(self, work_s: float, late_s: float, now: float) -> float:
         """Return after how many seconds a refused request should return.
 
-        Refused requests return one after the other, at the rate of the engines; with equal times,
-        all would return at once, and be refused again.
-
-        ``work_s``  time in which the engines release what the request needs
+        ``work_s``  time that the engines need for it
         ``late_s``  time until the queue is short enough
         """
-        self._returns_at = min(max(self._returns_at, now + late_s) + work_s, now + MOST_RETRY_S)
-        return max(self._returns_at - now, late_s)
+        self._last_at = min(max(self._last_at, now + late_s) + work_s, now + MOST_RETRY_S)
+        return max(self._last_at - now, late_s)
+
+    def forget(self) -> None:
+        """Forget the times, once the engines have capacity: some requests have not returned."""
+        self._last_at = 0.0

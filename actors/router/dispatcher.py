@@ -22,7 +22,7 @@ from actors.errors import (
     with_causes,
 )
 from actors.policy.admission import longest_wait_s
-from actors.policy.choice import MOVED, NO_PREFILL, OTHER_IDENTITY, PREFILL_FAILED, SEVERAL_CHOICES, Decision, Estimate
+from actors.policy.choice import MOVED, NO_PREFILL, OTHER_IDENTITY, PREFILL_FAILED, SEVERAL_CHOICES, Decision
 from actors.request import Call, ReplayLog, StreamChunk
 from actors.router.attempt import Attempt
 from actors.router.client_request import (
@@ -409,7 +409,7 @@ class Dispatcher:
             part,
             tokens=0 if request.endpoint in TOKENS_ONLY else self.model.planner.kv_tokens(request.prompt),
             priority=request.priority,
-            wait_s=math.inf if part or self._admitted else self._longest_wait_s(decision.chosen),
+            wait_s=math.inf if part or self._admitted else self._longest_wait_s(decision),
         )
         try:
             slot = await take_slot("decode", self.model.decode, timeout_s, wanted, queues=True)
@@ -430,20 +430,26 @@ class Dispatcher:
         self._admitted = True
         return slot
 
-    def _longest_wait_s(self, chosen: Estimate | None) -> float:
+    def _longest_wait_s(self, decision: Decision) -> float:
         """Return the longest estimated wait for a slot with which the request meets its deadlines.
 
-        Raises OverloadedError if its prompt would wait longer for others.
+        Raises OverloadedError if its prompt would wait longer. While requests wait for decode, that
+        wait includes prefill's.
         """
-        request, limits = self.request, self.limits
+        request, limits, chosen, model = self.request, self.limits, decision.chosen, self.model
         whole_s = None if request.streams else limits.request_timeout_s - self.age_s
-        longest = self.model.planner.longest_answer(request.prompt)
-        longest_s = longest_wait_s(chosen, limits.first_token_timeout_s - self.age_s, whole_s, longest, request.crowds)
-        if chosen is not None and chosen.queue_s > max(longest_s, 0.0):
-            raise OverloadedError(
-                f"the prompt would wait about {chosen.queue_s:.0f} s for others, and the request time out; retry later",
-                chosen.queue_s - max(longest_s, 0.0),
-            )
+        longest = model.planner.longest_answer(request.prompt)
+        first_s = limits.first_token_timeout_s - self.age_s
+        longest_s = max(longest_wait_s(chosen, first_s, whole_s, longest, request.crowds), 0.0)
+        if chosen is not None and not model.decode.waiting:
+            if chosen.queue_s > longest_s:
+                work_s = chosen.compute_s / max(len(decision.prefill), 1)
+                raise OverloadedError(
+                    f"the prompt would wait about {chosen.queue_s:.0f} s for others, and time out; retry later",
+                    model.prompt_returns.retry_s(work_s, chosen.queue_s - longest_s, self._loop.time()),
+                )
+            if chosen.queue_s < longest_s / 2:
+                model.prompt_returns.forget()
         return longest_s
 
 

@@ -1,13 +1,14 @@
-"""Goodput at 0.5 to 4 times the load that the engines can serve, beside vLLM's router and Ray Serve.
+"""Goodput at 0.5 to 4 times the load that engines can serve, beside vllm-router and Ray Serve.
 
 tandem       this service as deployed, with simulated engines (`engine.py`): one prefill, one decode
 vllm-router  vLLM's router (Rust) in its prefill/decode mode before the same engines over HTTP
 ray-serve    a plain Ray Serve deployment of one engine that does both, with Serve's HTTP proxy
 
-Arms get the same requests at the same time: open loop, Poisson arrivals, a third of them not
-streamed. A request is inside its deadline if its first token (streams) or whole answer (the others)
-comes within FIRST_S or WHOLE_S; then its client disconnects. Goodput is such requests per second.
-Then clients of Tandem send BURST_LOAD for BURST_S and retry when `Retry-After` tells.
+URL=http://... measures a running service instead, with MODEL. Arms get the same requests at the same
+time: open loop, Poisson arrivals, a third not streamed. A request is inside its deadline if its
+first token (streams, then TOKEN_S per token) or whole answer comes within FIRST_S or WHOLE_S; its
+client disconnects after PATIENCE times as long. Goodput is such requests per second. Then Tandem's
+clients send BURST_LOAD for BURST_S, and retry when `Retry-After` tells. PNG=file draws goodput.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,9 @@ from testing.signals import interrupt_on_signals
 from testing.vllm_server import start_module, stop, wait_until_up
 
 SLOTS = 2 * MAX_NUM_SEQS
-FIRST_S, WHOLE_S = 10.0, 30.0
-TOKEN_S = 0.1
-"""A stream's further tokens may take this long, on average."""
-PROMPT, ANSWER, MAX_TOKENS = (100, 1500), 100, 400
-"""Prompt tokens, uniform; mean answer tokens, exponential, and their limit."""
+FIRST_S, WHOLE_S, TOKEN_S = 10.0, 30.0, 0.1
+PROMPT_TOKENS, ANSWER_TOKENS, MAX_TOKENS = (100, 1500), 100, 400
+"""Uniform; mean of an exponential distribution, and its limit."""
 WARM_S = 20.0
 BURST_LOAD, BURST_S, TRIES = 4.0, 30.0, 10
 
@@ -71,151 +70,170 @@ def application(port: int) -> serve.Application:
         request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
         max_ongoing_requests=SLOTS,
     )
-    settings = RouterSettings(
-        http_port=port, access_log=False, first_token_timeout_s=FIRST_S, request_timeout_s=WHOLE_S, keep_alive_s=None
-    )
+    limits: dict[str, Any] = {"first_token_timeout_s": FIRST_S, "request_timeout_s": WHOLE_S, "keep_alive_s": None}
+    settings = RouterSettings(http_port=port, access_log=False, **limits)
     prefill, decode = (actor.options(name=role.capitalize()).bind(role) for role in ("prefill", "decode"))
     return router_deployment(settings).bind(settings, [DeployedModel(prefill, decode)])
 
 
 @dataclass
 class Reply:
-    ended_at: float
-    status: int
-    took_s: float
+    began_at: float
+    ended_at: float = 0.0
+    status: int = 0
     good: bool = False
     preempted: int = 0
     retry_after_s: int = 0
 
 
 @dataclass
-class Run:
-    replies: list[Reply] = field(default_factory=list)
-    tries: list[int] = field(default_factory=list)
+class Load:
+    rate: float
+    seconds: float
+    patience: float
+    model: str
+    tries: int = 1
+
+    def body(self, dice: random.Random) -> dict[str, Any]:
+        answer = max(1, min(round(dice.expovariate(1 / ANSWER_TOKENS)), MAX_TOKENS))
+        prompt = "".join(dice.choices("abcdefgh ", k=TEXT_BYTES * dice.randint(*PROMPT_TOKENS)))
+        body = {"model": self.model, "prompt": prompt, "max_tokens": MAX_TOKENS, "stream": dice.random() < 2 / 3}
+        # A real engine cannot be told to end an answer before its limit.
+        return body | ({"answer_tokens": answer} if self.model == "instant" else {"max_tokens": answer})
+
+    async def ask(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Reply:
+        reply = Reply(time.monotonic())
+        first_s, event, done, limit_s = 0.0, b"", not body["stream"], FIRST_S if body["stream"] else WHOLE_S
+        with suppress(TimeoutError, aiohttp.ClientError):
+            async with asyncio.timeout(self.patience * limit_s) as bound, session.post(url, json=body) as response:
+                reply.status = response.status
+                reply.retry_after_s = int(response.headers.get("Retry-After", 0))
+                event = await response.read() if done or response.status != 200 else b""
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        first_s, event = first_s or time.monotonic() - reply.began_at, line[6:]
+                        bound.reschedule(asyncio.get_running_loop().time() + 3600)
+                    done = done or line.startswith(b"data: [DONE]")
+        reply.ended_at = time.monotonic()
+        if reply.status == 200 and event and done:
+            answer_s = TOKEN_S * body.get("answer_tokens", body["max_tokens"]) if body["stream"] else 0.0
+            reply.good = first_s <= limit_s and reply.ended_at - reply.began_at <= limit_s + answer_s
+            reply.preempted = json.loads(event).get("preempted", 0)
+        return reply
+
+    async def client(
+        self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], replies: list[list[Reply]]
+    ) -> None:
+        replies.append(own := [])
+        while len(own) < self.tries:
+            own.append(reply := await self.ask(session, f"{url}/v1/completions", body))
+            if reply.status != 429:
+                return
+            await asyncio.sleep(reply.retry_after_s if len(own) < self.tries else 0)
+
+    async def play(self, urls: dict[str, str]) -> dict[str, list[list[Reply]]]:
+        """Send the same requests to each arm; return the replies to each when all have ended."""
+        dice, due, sent = random.Random(0), time.monotonic(), []
+        replies: dict[str, list[list[Reply]]] = {name: [] for name in urls}
+        until = due + self.seconds
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            while due < until:
+                await asyncio.sleep(max(due - time.monotonic(), 0))
+                one = self.body(dice)
+                sent += [asyncio.create_task(self.client(session, urls[arm], one, replies[arm])) for arm in urls]
+                due += dice.expovariate(self.rate)
+            await asyncio.gather(*sent)
+        return replies
 
 
-async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], patience: float) -> Reply:
-    began = time.monotonic()
-
-    def reply(status: int, good: bool = False, **more: int) -> Reply:
-        now = time.monotonic()
-        return Reply(now, status, now - began, good, **more)
-
-    first_s = 0.0
-    limit_s = FIRST_S if body["stream"] else WHOLE_S
-    try:
-        async with asyncio.timeout(patience * limit_s) as bound, session.post(f"{url}/v1/completions", json=body) as response:
-            if response.status != 200:
-                await response.read()
-                return reply(response.status, retry_after_s=int(response.headers.get("Retry-After", 0)))
-            event, done = b"", not body["stream"]
-            if done:
-                event = await response.read()
-            async for line in response.content:
-                first_s = first_s or time.monotonic() - began
-                if line.startswith(b"data: {"):
-                    event = line.removeprefix(b"data: ")
-                    bound.reschedule(asyncio.get_running_loop().time() + 3600)
-                done = done or line.startswith(b"data: [DONE]")
-            found = json.loads(event)
-    except (TimeoutError, aiohttp.ClientError, json.JSONDecodeError):
-        return reply(0)
-    if "preempted" not in found or not done:
-        return reply(0)
-    now_s = time.monotonic() - began
-    good = (first_s <= limit_s and now_s <= limit_s + TOKEN_S * body["answer_tokens"]) if first_s else now_s <= limit_s
-    return reply(200, good, preempted=found["preempted"])
-
-
-async def client(session: aiohttp.ClientSession, url: str, body: dict[str, Any], run: Run, tries: int, patience: float) -> None:
-    for number in range(1, tries + 1):
-        reply = await ask(session, url, body, patience)
-        run.replies.append(reply)
-        if reply.status != 429 or number == tries:
-            run.tries.append(number if reply.status != 429 else tries + 1)
-            return
-        await asyncio.sleep(reply.retry_after_s)
-
-
-def body(dice: random.Random) -> dict[str, Any]:
-    prompt = "".join(dice.choices("abcdefgh ", k=TEXT_BYTES * dice.randint(*PROMPT)))
-    answer = max(1, min(round(dice.expovariate(1 / ANSWER)), MAX_TOKENS))
-    stream = dice.random() < 2 / 3
-    return {"model": "instant", "prompt": prompt, "max_tokens": MAX_TOKENS, "answer_tokens": answer, "stream": stream}
-
-
-async def play(urls: dict[str, str], rate: float, seconds: float, patience: float, tries: int = 1) -> dict[str, Run]:
-    """Send `rate` requests per second to each arm; return when all have ended."""
-    dice, runs, due = random.Random(0), {name: Run() for name in urls}, time.monotonic()
-    until, sent = due + seconds, []
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        while due < until:
-            await asyncio.sleep(max(due - time.monotonic(), 0))
-            one = body(dice)
-            sent += [asyncio.create_task(client(session, url, one, runs[name], tries, patience)) for name, url in urls.items()]
-            due += dice.expovariate(rate)
-        await asyncio.gather(*sent)
-    return runs
-
-
-def report(run: Run, began: float, seconds: float) -> dict[str, float]:
-    counted = [one for one in run.replies if began + WARM_S <= one.ended_at < began + seconds]
+def report(replies: list[list[Reply]], began: float, seconds: float) -> dict[str, float]:
+    counted = [one for own in replies for one in own if WARM_S <= one.ended_at - began < seconds]
     refused, admitted = ([one for one in counted if (one.status == 429) is no] for no in (True, False))
     return {
         "goodput": sum(one.good for one in counted) / (seconds - WARM_S),
         "refused": len(refused) / len(counted),
-        "refused_after_s_p99": p99([one.took_s for one in refused]) if len(refused) > 1 else 0.0,
+        "refused_after_s_p99": p99([one.ended_at - one.began_at for one in refused]) if len(refused) > 1 else 0.0,
         "retry_after_s": sum(one.retry_after_s for one in refused) / max(len(refused), 1),
         "admitted_late": sum(not one.good for one in admitted) / max(len(admitted), 1),
         "preemptions": sum(one.preempted for one in admitted) / max(sum(one.good for one in admitted), 1),
     }
 
 
-async def measure(urls: dict[str, str], rate: float, loads: tuple[float, ...], seconds: float, patience: float) -> dict[str, Any]:
+async def measure(
+    urls: dict[str, str], loads: tuple[float, ...], rate: float, seconds: float, *more: Any
+) -> dict[str, Any]:
     found: dict[str, Any] = {name: {} for name in urls}
     for load in loads:
         began = time.monotonic()
-        for name, run in (await play(urls, load * rate, seconds, patience)).items():
-            found[name][str(load)] = row = report(run, began, seconds)
+        for name, replies in (await Load(load * rate, seconds, *more).play(urls)).items():
+            found[name][str(load)] = row = report(replies, began, seconds)
             print(f"{name:12} {load:4g}", "  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
-    run = (await play({"tandem": urls["tandem"]}, BURST_LOAD * rate, BURST_S, patience, TRIES))["tandem"]
-    retried = [tries for tries in run.tries if tries > 1]
-    burst = {
-        "requests": len(run.tries),
-        "refused_once": len(retried) / len(run.tries),
-        "taken_at_the_first_retry": sum(tries == 2 for tries in retried) / max(len(retried), 1),
-        "never": sum(tries > TRIES for tries in run.tries) / len(run.tries),
+    burst = Load(BURST_LOAD * rate, BURST_S, *more, tries=TRIES)
+    replies = (await burst.play({"tandem": urls["tandem"]}))["tandem"]
+    tries = [len(own) for own in replies if len(own) > 1]
+    found["burst"] = {
+        "requests": len(replies),
+        "refused_once": len(tries) / len(replies),
+        "taken_at_first_retry": tries.count(2) / max(len(tries), 1),
+        "never": sum(own[-1].status == 429 for own in replies) / len(replies),
+        "good": sum(own[-1].good for own in replies) / len(replies),
+        "goodput": sum(own[-1].good for own in replies)
+        / (max(own[-1].ended_at for own in replies) - min(own[0].began_at for own in replies)),
     }
-    print("burst", burst)
-    return found | {"burst": burst}
+    print("burst", found["burst"])
+    return found
+
+
+def draw(arms: dict[str, Any], path: str) -> None:
+    from matplotlib import pyplot
+
+    _, both = pyplot.subplots(1, 2, figsize=(9, 3))
+    for axes, key in zip(both, ("goodput", "admitted_late"), strict=True):
+        for name, rows in arms.items():
+            axes.plot([float(load) for load in rows], [row[key] for row in rows.values()], "o-", label=name)
+        axes.set(xlabel="load / capacity", ylabel={"goodput": "goodput, requests/s"}.get(key, "admitted but late"))
+    both[0].legend()
+    pyplot.tight_layout()
+    pyplot.savefig(path)
 
 
 def main(
-    *, seconds: float = 120.0, rate: float = 3.3, patience: float = 1.0, loads: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0), vllm_router: str = ""
+    *,
+    seconds: float = 120.0,
+    rate: float = 3.3,
+    patience: float = 1.0,
+    loads: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0),
+    url: str = "",
+    model: str = "instant",
+    vllm_router: str = "",
+    png: str = "",
 ) -> int:
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder, started = Path(name), list[Process]()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        started, urls = list[Process](), {"tandem": url}
         stack.callback(stop, started)
 
         def module(name: str, *ports: int) -> str:
-            started.append(start_module(folder, f"{name}-{ports[-1]}", [name, *map(str, ports)]))
-            wait_until_up(f"http://127.0.0.1:{ports[-1]}/health", started[-1], folder)
+            started.append(start_module(Path(folder), f"{name}-{ports[-1]}", [name, *map(str, ports)]))
+            wait_until_up(f"http://127.0.0.1:{ports[-1]}/health", started[-1], Path(folder))
             return f"http://127.0.0.1:{ports[-1]}"
 
-        proxy_port = free_port()
-        urls = {"tandem": module("benchmarks.overload.compare", proxy_port, free_port())}
-        urls["ray-serve"] = f"http://127.0.0.1:{proxy_port}/plain"
-        if vllm_router:
-            prefill, decode = (module("benchmarks.overload.engine", free_port()) for _ in range(2))
-            router, urls["vllm-router"] = start_vllm_router(vllm_router, folder, prefill, decode)
-            started.append(router)
-        found = uvloop.run(measure(urls, rate, loads, seconds, patience))
-    write("overload", {"seconds": seconds, "rate": rate, "loads": loads, "arms": found})
-    rows = list(found["tandem"].values())
+        if not url:
+            proxy_port = free_port()
+            urls["tandem"] = module("benchmarks.overload.compare", proxy_port, free_port())
+            urls["ray-serve"] = f"http://127.0.0.1:{proxy_port}/plain"
+            if vllm_router:
+                prefill, decode = (module("benchmarks.overload.engine", free_port()) for _ in range(2))
+                router, urls["vllm-router"] = start_vllm_router(vllm_router, Path(folder), prefill, decode)
+                started.append(router)
+        found = uvloop.run(measure(urls, loads, rate, seconds, patience, model))
+    write("overload_url" if url else "overload", {"seconds": seconds, "rate": rate, "patience": patience, **found})
+    burst, rows = found.pop("burst"), list(found["tandem"].values())
+    if png:
+        draw(found, png)
     peak = max(row["goodput"] for row in rows)
     return failed(
         {
-            "goodput below 95% of its peak": any(row["goodput"] < 0.95 * peak for row in rows[1:]),
+            "goodput below 95% of its peak": any(row["goodput"] < 0.95 * peak for row in rows[-2:]),
             "an admitted request was late": any(row["admitted_late"] for row in rows),
         }
     )

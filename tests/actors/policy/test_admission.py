@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from actors.policy.admission import FEWEST_RELEASES, MOST_RETRY_S, SAFE_SHARE, ServiceRate, longest_wait_s
+from actors.policy.admission import FEWEST_RELEASES, MOST_RETRY_S, SAFE_SHARE, Returns, ServiceRate, longest_wait_s
 from actors.policy.choice import Estimate
 
 ONE = Estimate("d", "p", 100, 0, 100, queue_s=9.0, compute_s=1.0, handover_s=0.5, decoding_s=4.0, interference_s=0.0)
@@ -49,12 +49,12 @@ def test_the_wait_follows_what_engines_release_while_requests_wait(events, wait_
 
 def test_refused_requests_return_one_after_the_other():
     """Each has the time that the engines need for it; the longest is what clients accept."""
-    rate, dice = ServiceRate(), random.Random(1)
-    returns = [rate.retry_s(2.0, 0.5, 100.0) for _ in range(5)]
-    assert returns == [2.5, 4.5, 6.5, 8.5, 10.5]
-    assert rate.retry_s(2.0, 0.5, 200.0) == 2.5, "after a pause"
+    returns, dice = Returns(), random.Random(1)
+    assert [returns.retry_s(2.0, 0.5, 100.0) for _ in range(5)] == [2.5, 4.5, 6.5, 8.5, 10.5]
+    returns.forget()
+    assert returns.retry_s(2.0, 0.5, 100.0) == 2.5, "without a queue"
     now = 200.0
     for _ in range(1000):
         now += dice.random()
         late_s = dice.expovariate(0.1)
-        assert late_s <= rate.retry_s(dice.expovariate(0.5), late_s, now) <= max(MOST_RETRY_S, late_s) + 1e-9
+        assert late_s <= returns.retry_s(dice.expovariate(0.5), late_s, now) <= max(MOST_RETRY_S, late_s) + 1e-9
