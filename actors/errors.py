@@ -7,8 +7,7 @@ from connectors.errors import TandemError
 
 
 class OverloadedError(TandemError):
-    """A limit of ongoing sequences, waiting requests or requests of one API key is reached, or the
-    request would time out in the queue.
+    """A limit of requests is reached, or this one would time out in the queue.
 
     ``retry_after_s``  estimated time until a retry is admitted; 0: unknown
     """

@@ -187,12 +187,7 @@ class EnginePool:
     @property
     def caller(self) -> tuple[str, int]:
         """Id of this pool, and number of requests that wait for its slots (`RpcRequest`)."""
-        return self._router, self.waiting
-
-    @property
-    def waiting(self) -> int:
-        """Number of requests that wait for a slot."""
-        return self._slots.waiting
+        return self._router, self._slots.waiting
 
     def dispatch(
         self, slot: Slot, call: Call, watcher: Watcher | None = None, prefill: PrefillOrder | None = None

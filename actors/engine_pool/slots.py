@@ -74,11 +74,6 @@ class EngineReplica:
         return str(self.metadata.get("identity", ""))
 
     @cached_property
-    def kv_tokens(self) -> int:
-        """Tokens in the engine's KV cache; 0: unknown, so no limit."""
-        return int(self.metadata.get("kv_tokens", 0))
-
-    @cached_property
     def calls_prefill(self) -> bool:
         """True if the engine takes a `PrefillOrder`; an engine of an earlier release ignores it."""
         return int(self.metadata.get("version", 1)) > 1
@@ -208,7 +203,10 @@ class SlotPool:
         most = max((engine.queue for engine in self._look().values()), default=None)
         if not self._waiting:
             self._rate.observe(0, True, _now())
-        self._insert(slot, wanted)
+        last = next(reversed(self._waiting.values()), wanted)
+        self._waiting[slot] = wanted
+        if wanted.priority < last.priority:
+            self._waiting = dict(sorted(self._waiting.items(), key=lambda one: one[1].priority))
         self._serve_waiting()  # earlier requests may wait for other engines
         try:
             counted = 0 if wanted.part else sum(not one.part for one in self._waiting.values())
@@ -232,12 +230,6 @@ class SlotPool:
                 self._looking.cancel()
                 self._looking = None
 
-    def _insert(self, slot: asyncio.Future[str], wanted: SlotRequest) -> None:
-        last = next(reversed(self._waiting.values()), wanted)
-        self._waiting[slot] = wanted
-        if wanted.priority < last.priority:
-            self._waiting = dict(sorted(self._waiting.items(), key=lambda one: one[1].priority))
-
     def _refuse_late(self, wanted: SlotRequest) -> None:
         """Raise OverloadedError if the estimated wait for the slots is too long."""
         if wanted.wait_s == math.inf:
@@ -255,9 +247,7 @@ class SlotPool:
         self._taken[name] += sequences
 
     def give_back(self, name: str, sequences: int = 1, served: bool = True, tokens: int = 0) -> None:
-        """Release the slots and the committed tokens of a call, which the replica has `served` or
-        not.
-        """
+        """Release what a call holds, which the replica has `served` or not."""
         self._taken[name] -= sequences
         self._committed[name] -= tokens
         if not self._taken[name]:
@@ -336,14 +326,16 @@ class SlotPool:
     def _lacking_kv(self, usable: UsableReplicas, wanted: SlotRequest, now: float) -> dict[str, int]:
         """Return the free tokens of KV of each usable replica that has too few for `wanted`.
 
-        A request of another router counts like this one. An idle replica always has enough.
+        A request of another router counts like this one. An idle replica always has enough. A
+        stream that continues does not wait for KV.
         """
         lacking = {}
-        for name in (*usable.free, *usable.full) if wanted.tokens else ():
+        for name in (*usable.free, *usable.full) if wanted.tokens and wanted.identity is None else ():
             others = self._ongoing(name, now) - self._taken[name]
             held = self._committed[name] + others * wanted.tokens // wanted.sequences
-            if held and 0 < usable.engines[name].kv_tokens < held + wanted.tokens:
-                lacking[name] = usable.engines[name].kv_tokens - held
+            most = usable.engines[name].metadata.get("kv_tokens", 0)  # 0: unknown
+            if held and 0 < most < held + wanted.tokens:
+                lacking[name] = most - held
         return lacking
 
     def _serve_waiting(self) -> None:

@@ -12,10 +12,7 @@ SAFE_SHARE = 0.5
 """Fraction of a deadline that estimates may use up. Admitted requests must not time out."""
 
 CROWDING_SHARE = 0.5
-"""Fraction of that for requests of an API key with more than its share of the router.
-
-The other half of the queue is left for the other keys.
-"""
+"""Fraction of that for an API key with more than its share; the rest is left for the others."""
 
 LONG_ANSWER = 3.0
 """A request must meet its deadline with an answer that is this many times as long as expected."""
@@ -31,28 +28,22 @@ MOST_RETRY_S = 60.0
 
 
 def longest_wait_s(
-    expected: Estimate | None,
-    first_token_s: float,
-    whole_s: float | None = None,
-    longest_answer: float = math.inf,
-    crowds: bool = False,
+    expected: Estimate | None, first_token_s: float, whole_s: float | None = None, crowds: bool = False
 ) -> float:
-    """Return the estimated wait for a slot up to which a request may queue; below 0: not at all.
+    """Return the estimated wait for a slot up to which a request may queue.
 
-    ``expected``        estimate of the chosen option; None: no costs are known
-    ``first_token_s``   time left until the first token; all requests have this limit, so that those
-                        with more time do not fill the queue
-    ``whole_s``         time left until the whole answer; None: no limit
-    ``longest_answer``  limit of the answer, as a multiple of the expected one
-    ``crowds``          whether the request's API key has more than its share
+    ``expected``       estimate of the chosen option; None: no costs are known
+    ``first_token_s``  time left until the first token; all requests have this limit, so that those
+                       with more time do not fill the queue
+    ``whole_s``        time left until the whole answer; None: no limit
+    ``crowds``         whether the request's API key has more than its share
     """
     share = SAFE_SHARE * (CROWDING_SHARE if crowds else 1.0)
     begins_s = 0.0 if expected is None else expected.compute_s + expected.handover_s
     longest_s = share * first_token_s - begins_s
     if whole_s is not None and expected is not None:
-        answer_s = expected.decoding_s * min(LONG_ANSWER, longest_answer)
-        longest_s = min(longest_s, share * whole_s - begins_s - answer_s)
-    return longest_s
+        longest_s = min(longest_s, share * whole_s - begins_s - LONG_ANSWER * expected.decoding_s)
+    return max(longest_s, 0.0)
 
 
 class ServiceRate:
@@ -79,19 +70,14 @@ class ServiceRate:
 
 
 class Returns:
-    """Times at which refused requests should return: one after the other, at the engines' rate.
-
-    With equal times, all would return at once and be refused again.
-    """
+    """Times at which refused requests should return: one after the other, at the engines' rate."""
 
     def __init__(self) -> None:
         self._last_at = 0.0
 
     def retry_s(self, work_s: float, late_s: float, now: float) -> float:
-        """Return after how many seconds a refused request should return.
-
-        ``work_s``  time that the engines need for it
-        ``late_s``  time until the queue is short enough
+        """Return Retry-After: `late_s` until the queue is short enough, and `work_s` for each
+        request that was refused before, in which the engines serve it.
         """
         self._last_at = min(max(self._last_at, now + late_s) + work_s, now + MOST_RETRY_S)
         return max(self._last_at - now, late_s)

@@ -4,7 +4,6 @@ Callers pass the time of a monotonic clock in seconds, and report events. Costs 
 stages that a request reached.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -234,15 +233,6 @@ class Planner:
         most = prompt.most_answer_tokens
         each = self._answer_tokens if most is None else min(self._answer_tokens, most)
         return max(round(each * prompt.answers), 1)
-
-    def kv_tokens(self, prompt: Prompt) -> int:
-        """Return the estimated tokens of KV of the whole request, when its answers end."""
-        return self.prompt_tokens(prompt) + self.answer_tokens(prompt)
-
-    def longest_answer(self, prompt: Prompt) -> float:
-        """Return the client's limit of each answer, as a multiple of the expected length."""
-        most = prompt.most_answer_tokens
-        return math.inf if most is None else max(most / self._answer_tokens, 1.0)
 
     def _observe_steps(self, inflight: InflightRequest, load: EngineLoad, answer_tokens: int, now: float) -> None:
         assert inflight.opened_at is not None

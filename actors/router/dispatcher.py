@@ -407,7 +407,7 @@ class Dispatcher:
             request.sequences,
             self._identity,
             part,
-            tokens=0 if request.endpoint in TOKENS_ONLY else self.model.planner.kv_tokens(request.prompt),
+            tokens=self._kv_tokens(decision),
             priority=request.priority,
             wait_s=math.inf if part or self._admitted else self._longest_wait_s(decision),
         )
@@ -430,6 +430,13 @@ class Dispatcher:
         self._admitted = True
         return slot
 
+    def _kv_tokens(self, decision: Decision) -> int:
+        """Return the tokens to commit: the prompt's that decode lacks, and an expected answer's."""
+        if self.request.endpoint in TOKENS_ONLY:
+            return 0
+        prompt = decision.prompt_tokens if decision.chosen is None else decision.chosen.kv_tokens
+        return prompt + self.model.planner.answer_tokens(self.request.prompt)
+
     def _longest_wait_s(self, decision: Decision) -> float:
         """Return the longest estimated wait for a slot with which the request meets its deadlines.
 
@@ -438,10 +445,9 @@ class Dispatcher:
         """
         request, limits, chosen, model = self.request, self.limits, decision.chosen, self.model
         whole_s = None if request.streams else limits.request_timeout_s - self.age_s
-        longest = model.planner.longest_answer(request.prompt)
-        first_s = limits.first_token_timeout_s - self.age_s
-        longest_s = max(longest_wait_s(chosen, first_s, whole_s, longest, request.crowds), 0.0)
-        if chosen is not None and not model.decode.waiting:
+        longest_s = longest_wait_s(chosen, limits.first_token_timeout_s - self.age_s, whole_s, request.crowds)
+        _, waiting = model.decode.caller
+        if chosen is not None and not waiting:
             if chosen.queue_s > longest_s:
                 work_s = chosen.compute_s / max(len(decision.prefill), 1)
                 raise OverloadedError(

@@ -102,9 +102,8 @@ def _details(error: Exception) -> tuple[str | None, str | None]:
 
 
 def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/completions") -> JSONResponse:
-    """Return the response of `endpoint` for `error`, with Retry-After for status 429 and 503.
-
-    ``retry_after_s``  smallest value of Retry-After
+    """Return the response of `endpoint` for `error`, with Retry-After for status 429 and 503, at
+    least `retry_after_s`.
     """
     status = status_of(error)
     headers = {}

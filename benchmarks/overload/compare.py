@@ -4,7 +4,7 @@ tandem       this service as deployed, with simulated engines (`engine.py`): one
 vllm-router  vLLM's router (Rust) in its prefill/decode mode before the same engines over HTTP
 ray-serve    a plain Ray Serve deployment of one engine that does both, with Serve's HTTP proxy
 
-URL=http://... measures a running service instead, with MODEL. Arms get the same requests at the same
+URL=http://... measures a running service instead, with MODEL. Arms get the same requests at one
 time: open loop, Poisson arrivals, a third not streamed. A request is inside its deadline if its
 first token (streams, then TOKEN_S per token) or whole answer comes within FIRST_S or WHOLE_S; its
 client disconnects after PATIENCE times as long. Goodput is such requests per second. Then Tandem's
@@ -227,7 +227,8 @@ def main(
                 started.append(router)
         found = uvloop.run(measure(urls, loads, rate, seconds, patience, model))
     write("overload_url" if url else "overload", {"seconds": seconds, "rate": rate, "patience": patience, **found})
-    burst, rows = found.pop("burst"), list(found["tandem"].values())
+    found.pop("burst")
+    rows = list(found["tandem"].values())
     if png:
         draw(found, png)
     peak = max(row["goodput"] for row in rows)
