@@ -99,7 +99,9 @@ class Load:
         prompt = "".join(dice.choices("abcdefgh ", k=TEXT_BYTES * dice.randint(*PROMPT_TOKENS)))
         body = {"model": self.model, "prompt": prompt, "max_tokens": MAX_TOKENS, "stream": dice.random() < 2 / 3}
         # A real engine cannot be told to end an answer before its limit.
-        return body | ({"answer_tokens": answer} if self.model == "instant" else {"max_tokens": answer})
+        return body | (
+            {"answer_tokens": answer} if self.model == "instant" else {"max_tokens": answer, "ignore_eos": True}
+        )
 
     async def ask(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Reply:
         reply = Reply(time.monotonic())
@@ -191,7 +193,11 @@ def draw(arms: dict[str, Any], path: str) -> None:
     for axes, key in zip(both, ("goodput", "admitted_late"), strict=True):
         for name, rows in arms.items():
             axes.plot([float(load) for load in rows], [row[key] for row in rows.values()], "o-", label=name)
-        axes.set(xlabel="load / capacity", ylabel={"goodput": "goodput, requests/s"}.get(key, "admitted but late"))
+        axes.set(
+            ylim=(0, None),
+            xlabel="load / capacity",
+            ylabel={"goodput": "goodput, requests/s"}.get(key, "admitted but late"),
+        )
     both[0].legend()
     pyplot.tight_layout()
     pyplot.savefig(path)
