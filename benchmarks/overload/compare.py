@@ -58,7 +58,6 @@ class Simulated(Instant):
         self._rank_metadata[0]["kv_tokens"] = KV_TOKENS
 
 
-@serve.deployment(max_ongoing_requests=SLOTS, ray_actor_options={"num_cpus": 0.1})
 @serve.ingress(simulated)
 class Plain:
     """One engine in Ray Serve."""
@@ -98,10 +97,9 @@ class Load:
         answer = max(1, min(round(dice.expovariate(1 / ANSWER_TOKENS)), MAX_TOKENS))
         prompt = "".join(dice.choices("abcdefgh ", k=TEXT_BYTES * dice.randint(*PROMPT_TOKENS)))
         body = {"model": self.model, "prompt": prompt, "max_tokens": MAX_TOKENS, "stream": dice.random() < 2 / 3}
-        # A real engine cannot be told to end an answer before its limit.
-        return body | (
-            {"answer_tokens": answer} if self.model == "instant" else {"max_tokens": answer, "ignore_eos": True}
-        )
+        if self.model == "instant":
+            return body | {"answer_tokens": answer}
+        return body | {"max_tokens": answer, "ignore_eos": True}  # the length of a real engine's answer
 
     async def ask(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Reply:
         reply = Reply(time.monotonic())
@@ -126,7 +124,8 @@ class Load:
     async def client(
         self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], replies: list[list[Reply]]
     ) -> None:
-        replies.append(own := [])
+        own: list[Reply] = []
+        replies.append(own)
         while len(own) < self.tries:
             own.append(reply := await self.ask(session, f"{url}/v1/completions", body))
             if reply.status != 429:
@@ -162,15 +161,15 @@ def report(replies: list[list[Reply]], began: float, seconds: float) -> dict[str
 
 
 async def measure(
-    urls: dict[str, str], loads: tuple[float, ...], rate: float, seconds: float, *more: Any
+    urls: dict[str, str], loads: tuple[float, ...], rate: float, seconds: float, patience: float, model: str
 ) -> dict[str, Any]:
     found: dict[str, Any] = {name: {} for name in urls}
     for load in loads:
         began = time.monotonic()
-        for name, replies in (await Load(load * rate, seconds, *more).play(urls)).items():
+        for name, replies in (await Load(load * rate, seconds, patience, model).play(urls)).items():
             found[name][str(load)] = row = report(replies, began, seconds)
             print(f"{name:12} {load:4g}", "  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
-    burst = Load(BURST_LOAD * rate, BURST_S, *more, tries=TRIES)
+    burst = Load(BURST_LOAD * rate, BURST_S, patience, model, TRIES)
     replies = (await burst.play({"tandem": urls["tandem"]}))["tandem"]
     tries = [len(own) for own in replies if len(own) > 1]
     found["burst"] = {
@@ -190,14 +189,11 @@ def draw(arms: dict[str, Any], path: str) -> None:
     from matplotlib import pyplot
 
     _, both = pyplot.subplots(1, 2, figsize=(9, 3))
-    for axes, key in zip(both, ("goodput", "admitted_late"), strict=True):
+    titles = {"goodput": "goodput, requests/s", "admitted_late": "admitted but late"}
+    for axes, (key, title) in zip(both, titles.items(), strict=True):
         for name, rows in arms.items():
             axes.plot([float(load) for load in rows], [row[key] for row in rows.values()], "o-", label=name)
-        axes.set(
-            ylim=(0, None),
-            xlabel="load / capacity",
-            ylabel={"goodput": "goodput, requests/s"}.get(key, "admitted but late"),
-        )
+        axes.set(ylim=(0, None), xlabel="load / capacity", ylabel=title)
     both[0].legend()
     pyplot.tight_layout()
     pyplot.savefig(path)
@@ -250,6 +246,7 @@ if __name__ == "__main__":
     proxy_port, port = map(int, sys.argv[1:])
     os.environ.setdefault("RAY_worker_niceness", "0")
     with suppress(KeyboardInterrupt), running(port, proxy_port, application(port)):
-        serve.run(Plain.bind(), name="plain", route_prefix="/plain")
+        plain = serve.deployment(Plain).options(max_ongoing_requests=SLOTS, ray_actor_options={"num_cpus": 0.1})
+        serve.run(plain.bind(), name="plain", route_prefix="/plain")
         interrupt_on_signals()
         signal.pause()
