@@ -103,7 +103,7 @@ test-all: $(STAMP) ## Run the suite and all campaigns that decide a release; res
 # What a benchmark needs besides $(VENV).
 VLLM_ROUTER := build/vllm-router/bin/vllm-router
 RAY_LLM := build/ray-llm/bin/python
-BENCH_NEEDS = $(if $(filter router service,$(NAME)),$(VLLM_ROUTER)) $(if $(filter service,$(NAME)),$(RAY_LLM))
+BENCH_NEEDS = $(if $(filter router service overload,$(NAME)),$(VLLM_ROUTER)) $(if $(filter service,$(NAME)),$(RAY_LLM))
 
 .PHONY: campaign
 campaign: $(STAMP) ## Run a long test by name, without NAME list all: NAME=faults COUNT=20 SEED=2

@@ -7,7 +7,14 @@ from connectors.errors import TandemError
 
 
 class OverloadedError(TandemError):
-    """A limit of ongoing sequences, waiting requests or requests of one API key is reached."""
+    """A limit of requests is reached, or this one would time out in the queue.
+
+    ``retry_after_s``  estimated time until a retry is admitted; 0: unknown
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class UnavailableError(TandemError):

@@ -29,6 +29,7 @@ transfer        benchmarks.transfer                transfers, beside raw NIXL an
 descriptors     benchmarks.descriptors             building and posting descriptors, beside NixlConnector
 kv-layouts      benchmarks.kv_layouts              runs of a transfer by KV cache layout
 router          benchmarks.router.compare          the router, beside vllm-router and a plain proxy; ROUTERS=2
+overload        benchmarks.overload.compare     goodput over load, beside vllm-router and plain Ray Serve
 disconnects     benchmarks.router.disconnects      10,000 requests, half of whose clients disconnect
 open-streams    benchmarks.router.open_streams     10,000 open streams on a router; STREAMS=2000 MINUTES=1
 versions        benchmarks.router.versions         restarts with another RPC version under load; OLDER=checkout

@@ -99,6 +99,7 @@ class EngineActor:
     def _describe_ranks(self) -> None:
         for described, metadata in zip(self.engine.described, self._rank_metadata, strict=True):
             metadata |= {name: described[name] for name in ("identity", "store") if described.get(name)}
+            metadata["kv_tokens"] = self.engine.kv_tokens
 
     async def _open_rpc_servers(self, settings: RoleSettings, files: TlsFiles | None = None) -> None:
         tls = None if files is None else server_context(files)

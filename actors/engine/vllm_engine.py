@@ -353,6 +353,11 @@ class VllmEngine:
         return slots_of(config.scheduler_config.max_num_seqs, kv_blocks)
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens in the KV cache of each data-parallel rank, as in vLLM's log; 0: unknown."""
+        return self._llm.vllm_config.cache_config.kv_cache_size_tokens or 0
+
+    @property
     def dead(self) -> bool:
         return self._stop_flag.should_exit or self._llm.errored
 

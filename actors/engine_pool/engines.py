@@ -130,14 +130,14 @@ class EnginePool:
         """Take slots as `SlotPool.take` does."""
         self._follow_replicas()
         while True:
-            slot = self._slot(await self._slots.take(wanted), wanted.sequences)
+            slot = self._slot(await self._slots.take(wanted), wanted)
             if slot is not None:
                 return slot
 
     def take_now(self, wanted: SlotRequest) -> Slot | None:
         self._follow_replicas()
         name = self._slots.take_now(wanted)
-        return None if name is None else self._slot(name, wanted.sequences)
+        return None if name is None else self._slot(name, wanted)
 
     def _follow_replicas(self) -> None:
         if self._unsubscribe is None:
@@ -145,20 +145,20 @@ class EnginePool:
                 self._handle.deployment_id, partial(_call, self._slots.changed, asyncio.get_running_loop())
             )
 
-    def _slot(self, name: str, sequences: int) -> Slot | None:
+    def _slot(self, name: str, wanted: SlotRequest) -> Slot | None:
         """Return the taken slots of engine `name`; give them back if it has stopped."""
         try:
             engine = self._engines().get(name)
             if engine is not None:
-                return Slot(name, engine, sequences, self._slots.maybe_full(name))
+                return Slot(name, engine, wanted.sequences, self._slots.maybe_full(name), tokens=wanted.tokens)
         except BaseException:
-            self._slots.give_back(name, sequences, served=False)
+            self._slots.give_back(name, wanted.sequences, False, wanted.tokens)
             raise
-        self._slots.give_back(name, sequences, served=False)
+        self._slots.give_back(name, wanted.sequences, False, wanted.tokens)
         return None
 
     def give_back(self, slot: Slot) -> None:
-        self._slots.give_back(slot.replica_id, slot.sequences, served=slot.served)
+        self._slots.give_back(slot.replica_id, slot.sequences, slot.served, slot.tokens)
 
     def move(self, slot: Slot, name: str) -> None:
         """Move the slots of `slot` to engine `name`, which decode calls in place of the other one.

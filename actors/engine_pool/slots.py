@@ -1,6 +1,8 @@
 """Engines of one role, and one router's slots on them, granted to requests in order of arrival.
 
-A request that cannot use the free slots does not block later requests. A call with several
+A request that cannot use the free slots does not block later requests; one that needs more KV than
+is free keeps one engine free of later requests. Requests that would wait too long are refused at
+once (`actors/policy/admission.py`). A call with several
 sequences needs one free slot and may exceed the engine's slots; otherwise calls with one sequence
 would always overtake it. Routers know each other's load only from an engine's replies, so an engine
 refuses calls when its slots are taken. A replica here is an `EngineReplica`.
@@ -8,6 +10,7 @@ refuses calls when its slots are taken. A replica here is an `EngineReplica`.
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,6 +20,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from actors.errors import OverloadedError
+from actors.policy.admission import Returns, ServiceRate
 from actors.policy.prefixes import EngineStore
 from actors.request import ProducerAddress
 from actors.rpc.address import RpcAddress
@@ -85,6 +89,8 @@ class Slot:
     maybe_full: bool = False
     """True if the router believes the engine full: other routers may hold its slots."""
     served: bool = False
+    tokens: int = 0
+    """Committed tokens of the engine's KV cache."""
 
 
 class SlotRequest(NamedTuple):
@@ -96,6 +102,9 @@ class SlotRequest(NamedTuple):
     ``avoid``     replicas to exclude
     ``identity``  required identity of the replica; None: any
     ``part``      whether this is a later prompt of a list, which does not count towards the queue
+    ``tokens``    tokens of KV to commit: prompt and expected answer
+    ``priority``  requests with a lower value are served first, as in vLLM
+    ``wait_s``    longest estimated wait; a request that would wait longer is refused
     """
 
     avoid: AbstractSet[str] = frozenset()
@@ -103,6 +112,9 @@ class SlotRequest(NamedTuple):
     sequences: int = 1
     identity: str | None = None
     part: bool = False
+    tokens: int = 0
+    priority: int = 0
+    wait_s: float = math.inf
 
 
 ANY = SlotRequest()
@@ -134,11 +146,15 @@ class SlotPool:
     def __init__(self, look: Callable[[], Mapping[str, EngineReplica]]) -> None:
         self._look = look
         self._taken: Counter[str] = Counter()
+        self._committed: Counter[str] = Counter()
+        """Tokens of KV, by engine."""
+        self._rate = ServiceRate()
+        self.returns = Returns()
         self._others: dict[str, tuple[int, float]] = {}
         self._full: dict[str, FullReplica] = {}
         self._leaving: set[str] = set()
         self._waiting: dict[asyncio.Future[str], SlotRequest] = {}
-        """Waiting requests in order of arrival."""
+        """Waiting requests in order of priority, then of arrival."""
         self._looking: asyncio.Task[None] | None = None
         self._turn = 0
 
@@ -176,14 +192,21 @@ class SlotPool:
     async def take(self, wanted: SlotRequest = ANY) -> str:
         """Take slots and return the replica's id; wait without a deadline.
 
-        Raises OverloadedError if the queue is full (`EngineReplica.queue`). A `part`, and any
-        request while there are no replicas, may always wait.
+        Raises OverloadedError if the queue is full (`EngineReplica.queue`), or if the estimated
+        wait is longer than `wanted.wait_s`. A `part`, and any request while there are no replicas,
+        may always wait.
         """
         if (name := self.take_now(wanted)) is not None:
             return name
+        self._refuse_late(wanted)
         slot: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         most = max((engine.queue for engine in self._look().values()), default=None)
+        if not self._waiting:
+            self._rate.observe(0, True, _now())
+        last = next(reversed(self._waiting.values()), wanted)
         self._waiting[slot] = wanted
+        if wanted.priority < last.priority:
+            self._waiting = dict(sorted(self._waiting.items(), key=lambda one: one[1].priority))
         self._serve_waiting()  # earlier requests may wait for other engines
         try:
             counted = 0 if wanted.part else sum(not one.part for one in self._waiting.values())
@@ -196,27 +219,44 @@ class SlotPool:
             return await slot
         except asyncio.CancelledError:
             if slot.done() and not slot.cancelled():
-                self.give_back(slot.result(), wanted.sequences, served=False)
+                self.give_back(slot.result(), wanted.sequences, served=False, tokens=wanted.tokens)
             raise
         finally:
             self._waiting.pop(slot, None)
+            if not self._waiting:
+                self._rate.observe(0, False, _now())
+                self.returns.forget()
             if not self._waiting and self._looking is not None:
                 self._looking.cancel()
                 self._looking = None
+
+    def _refuse_late(self, wanted: SlotRequest) -> None:
+        """Raise OverloadedError if the estimated wait for the slots is too long."""
+        if wanted.wait_s == math.inf:
+            return
+        ahead = sum(one.tokens for one in self._waiting.values() if one.priority <= wanted.priority)
+        wait_s, work_s = self._rate.wait_s(ahead + wanted.tokens), self._rate.wait_s(wanted.tokens)
+        if wait_s > wanted.wait_s:
+            raise OverloadedError(
+                f"the request would wait about {wait_s:.0f} s for an engine, and time out; retry later",
+                self.returns.retry_s(work_s, wait_s - wanted.wait_s, _now()),
+            )
 
     def add(self, name: str, sequences: int) -> None:
         """Count slots of a call that decode sent to `name`, even above the engine's limit."""
         self._taken[name] += sequences
 
-    def give_back(self, name: str, sequences: int = 1, served: bool = True) -> None:
-        """Release the slots of a call, which the replica has `served` or not."""
+    def give_back(self, name: str, sequences: int = 1, served: bool = True, tokens: int = 0) -> None:
+        """Release what a call holds, which the replica has `served` or not."""
         self._taken[name] -= sequences
+        self._committed[name] -= tokens
         if not self._taken[name]:
-            del self._taken[name]
+            del self._taken[name], self._committed[name]
         if (full := self._full.get(name)) is not None:
             full.asked = False
             full.ask_at = _now() if served else full.ask_at
         self._serve_waiting()
+        self._rate.observe(tokens if served else 0, bool(self._waiting), _now())
 
     def record_accepted(self, name: str, ongoing: int) -> None:
         """Record that a replica accepted a call and has `ongoing` sequences from all routers."""
@@ -261,20 +301,42 @@ class SlotPool:
         avoid, identity = wanted.avoid, wanted.identity
         if identity is not None:
             avoid = avoid | {name for name, one in usable.engines.items() if one.identity != identity}
+        now = _now()
+        lacking = self._lacking_kv(usable, wanted, now)
         for replicas in (usable.free, usable.full):
-            if ranked := rank(replicas, self._turn + 1, avoid, wanted.prefer):
+            if ranked := rank(replicas, self._turn + 1, avoid | lacking.keys(), wanted.prefer):
                 break
         else:
+            # Later requests that need less would otherwise overtake this one forever.
+            if kept := max(sorted(lacking.keys() - avoid), key=lacking.__getitem__, default=None):
+                usable.free.pop(kept, None)
+                usable.full.pop(kept, None)
             return None
-        name, now = ranked[0], _now()
+        name = ranked[0]
         self._turn += 1
         if replicas is usable.full:
             full = self._full.setdefault(name, FullReplica(now))
             full.ask_at, full.asked = now + full.wait_s, True
         self._taken[name] += wanted.sequences
+        self._committed[name] += wanted.tokens
         del replicas[name]
         self._add_usable(usable, name, now)
         return name
+
+    def _lacking_kv(self, usable: UsableReplicas, wanted: SlotRequest, now: float) -> dict[str, int]:
+        """Return the free tokens of KV of each usable replica that has too few for `wanted`.
+
+        A request of another router counts like this one. An idle replica always has enough. A
+        stream that continues does not wait for KV.
+        """
+        lacking = {}
+        for name in (*usable.free, *usable.full) if wanted.tokens and wanted.identity is None else ():
+            others = self._ongoing(name, now) - self._taken[name]
+            held = self._committed[name] + others * wanted.tokens // wanted.sequences
+            most = usable.engines[name].metadata.get("kv_tokens", 0)  # 0: unknown
+            if held and 0 < most < held + wanted.tokens:
+                lacking[name] = most - held
+        return lacking
 
     def _serve_waiting(self) -> None:
         if not self._waiting:

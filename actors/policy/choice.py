@@ -63,6 +63,11 @@ class Estimate(NamedTuple):
     interference_s: float  # delay of other streams on the decode engine, summed
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens of the prompt that decode does not hold yet."""
+        return self.moved_tokens if self.prefill else self.uncached_tokens + self.loaded_tokens
+
+    @property
     def ttft_s(self) -> float:
         return self.queue_s + self.compute_s + self.handover_s
 

@@ -7,6 +7,7 @@ exceeds a time limit.
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +31,8 @@ TICK_S = 1.0
 """Interval in seconds between checks of a stream's time limits."""
 
 USAGE = b'"usage":'
+COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
+"""Cannot match in a string, where quotes are escaped."""
 
 MOST_BYTES = 2**16
 """Size in bytes of joined events that are written at once."""
@@ -66,6 +69,8 @@ class Answer:
         self._splice = Splice(self._resumable, dispatcher.model.metrics)
         self._items: deque[StreamChunk | bytes] = deque(attempt.items)
         """Items of the attempt that were read and not passed on."""
+        self._whole_tokens = 0
+        """Number of tokens of an answer that is not streamed, from its usage."""
         self._complete = False
         """Whether the attempt has sent the whole answer."""
         self._writer: ClientWriter
@@ -166,7 +171,10 @@ class Answer:
             except UnavailableError as error:
                 await self._resume(error)
         self._complete = True
-        return b"".join(item.body if isinstance(item, StreamChunk) else item for item in self._items)
+        body = b"".join(item.body if isinstance(item, StreamChunk) else item for item in self._items)
+        if dispatcher.request.sequences == 1 and (found := COMPLETION_TOKENS.search(body, body.rfind(USAGE))):
+            self._whole_tokens = int(found[1])
+        return body
 
     async def relay(self, writer: ClientWriter) -> bytes:
         """Send the rest of a stream; other engines continue it after a failure.
@@ -274,7 +282,7 @@ class Answer:
 
     def close(self) -> None:
         """Cancel the running calls of the request, except one that has sent the whole answer."""
-        self._attempt.close(self._splice.tokens, self._complete)
+        self._attempt.close(self._splice.tokens or self._whole_tokens, self._complete)
 
     async def _resume(self, error: UnavailableError) -> None:
         """Make another attempt at the request after `error`.

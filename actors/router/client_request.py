@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,6 +22,7 @@ class ClientRequest:
     ``session``     session id or None; requests of one session prefer the same decode replica
     ``explain``     whether the client asked for the routing decision and the latency breakdown
     ``part``        whether it is a later prompt of a list, not counted as a waiting request
+    ``crowds``      whether its API key has more than its share of the router's ongoing requests
     ``arrived_at``  time at which the headers had arrived, on the monotonic clock; for a streamed
                     prompt of a list, time at which the router began to serve it
     ``read_at``     time at which the whole body had arrived, on the monotonic clock
@@ -33,6 +35,7 @@ class ClientRequest:
     session: str | None = None
     explain: bool = False
     part: bool = False
+    crowds: bool = False
     arrived_at: float = field(default_factory=time.monotonic)
     read_at: float = field(default_factory=time.monotonic)
 
@@ -65,6 +68,16 @@ class ClientRequest:
         """Number of sequences of the request: prompts times `n`, or its number of `items`."""
         items = self.body.get("items")  # /generative_scoring: vLLM starts all items at once
         return max(self.prompt.answers, len(items) if isinstance(items, list) else 1)
+
+    @property
+    def priority(self) -> int:
+        """Priority as vLLM reads it (`_get_priority` in vllm/entrypoints/generate/base/serving.py);
+        0 if vLLM refuses it.
+        """
+        with suppress(KeyError, ValueError):
+            return int(dict(self.headers)[b"x-vllm-priority"])
+        given = self.body.get("priority")
+        return given if type(given) is int else 0
 
     @property
     def request_id(self) -> str:

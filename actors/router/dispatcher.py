@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Mapping
@@ -14,15 +15,18 @@ from actors.errors import (
     CannotResumeError,
     DeadlineError,
     EngineDownError,
+    OverloadedError,
     RefusedError,
     SilentError,
     UnavailableError,
     with_causes,
 )
+from actors.policy.admission import longest_wait_s
 from actors.policy.choice import MOVED, NO_PREFILL, OTHER_IDENTITY, PREFILL_FAILED, SEVERAL_CHOICES, Decision
 from actors.request import Call, ReplayLog, StreamChunk
 from actors.router.attempt import Attempt
 from actors.router.client_request import (
+    TOKENS_ONLY,
     ClientRequest,
     choices_of,
     is_one_token,
@@ -89,6 +93,8 @@ class Dispatcher:
         """Identity of the engines that may continue the stream; None before it is interrupted."""
         self._decode_replica: str | None = None
         self._decode_tries = 0
+        self._admitted = False
+        """Whether the request has had a slot; later attempts are never refused."""
         self._last_error: UnavailableError | None = None
         self._silent_pairs = 0
 
@@ -395,7 +401,16 @@ class Dispatcher:
         request, timeout_s = self.request, self.limits.replica_timeout_s
         # A stream that continues is never refused because many requests wait.
         part = request.part or self._identity is not None
-        wanted = SlotRequest(self._avoided(), decision.decode, request.sequences, self._identity, part)
+        wanted = SlotRequest(
+            self._avoided(),
+            decision.decode,
+            request.sequences,
+            self._identity,
+            part,
+            tokens=self._kv_tokens(decision),
+            priority=request.priority,
+            wait_s=math.inf if part or self._admitted else self._longest_wait_s(decision),
+        )
         try:
             slot = await take_slot("decode", self.model.decode, timeout_s, wanted, queues=True)
         except DeadlineError as error:
@@ -412,7 +427,36 @@ class Dispatcher:
                 raise self._last_error from self._last_error.__cause__
             raise error from None
         self._decode_replica = slot.replica_id
+        self._admitted = True
         return slot
+
+    def _kv_tokens(self, decision: Decision) -> int:
+        """Return the tokens to commit: the prompt's that decode lacks, and an expected answer's."""
+        if self.request.endpoint in TOKENS_ONLY:
+            return 0
+        prompt = decision.prompt_tokens if decision.chosen is None else decision.chosen.kv_tokens
+        return prompt + self.model.planner.answer_tokens(self.request.prompt)
+
+    def _longest_wait_s(self, decision: Decision) -> float:
+        """Return the longest estimated wait for a slot with which the request meets its deadlines.
+
+        Raises OverloadedError if its prompt would wait longer. While requests wait for decode, that
+        wait includes prefill's.
+        """
+        request, limits, chosen, model = self.request, self.limits, decision.chosen, self.model
+        whole_s = None if request.streams else limits.request_timeout_s - self.age_s
+        longest_s = longest_wait_s(chosen, limits.first_token_timeout_s - self.age_s, whole_s, request.crowds)
+        _, waiting = model.decode.caller
+        if chosen is not None and not waiting:
+            if chosen.queue_s > longest_s:
+                work_s = chosen.compute_s / max(len(decision.prefill), 1)
+                raise OverloadedError(
+                    f"the prompt would wait about {chosen.queue_s:.0f} s for others, and time out; retry later",
+                    model.prompt_returns.retry_s(work_s, chosen.queue_s - longest_s, self._loop.time()),
+                )
+            if chosen.queue_s < longest_s / 2:
+                model.prompt_returns.forget()
+        return longest_s
 
 
 def _is_busy_or_broken(status: int) -> bool:

@@ -14,6 +14,7 @@ from actors.engine_pool.engine_call import EngineCall
 from actors.engine_pool.engines import EnginePool
 from actors.engine_pool.slots import Slot, SlotRequest
 from actors.errors import BusyError, DeadlineError, RefusedError, UnavailableError
+from actors.policy.admission import Returns
 from actors.policy.choice import Decision
 from actors.policy.planner import Planner
 from actors.request import Call, ResponseStart, StreamChunk
@@ -75,6 +76,7 @@ class ModelRouter:
             limits().routing, lambda learn: asyncio.get_running_loop().call_later(LEARN_DELAY_S, learn)
         )
         """Routing policy; `Attempt` (`attempt.py`) reports each outcome to it."""
+        self.prompt_returns = Returns()
         self._limits = limits
 
     @property

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from actors.errors import OverloadedError
 from actors.router.router import Router
 from app.http.errors import error_body, error_response
-from app.http.parsing import path_of
+from app.http.parsing import CROWDS, path_of
 from app.http.record import RECORD
 
 OPERATOR = "tandem.operator"
@@ -73,6 +73,10 @@ class PerKeyLimiter:
             if not self._taken[key]:
                 del self._taken[key]
 
+    def crowds(self, key: Hashable) -> bool:
+        """Return whether `key` has more than an equal share of the ongoing requests."""
+        return self._taken[key] * len(self._taken) > self._taken.total()
+
 
 class Authenticated:
     """`app` for clients with one of the keys in `digests` or `operators`."""
@@ -97,7 +101,7 @@ class Authenticated:
         scope = {**scope, OPERATOR: key in self._operators}
         try:
             with self._limiter.taken(key, self._router.max_requests_of_key(len(self._digests))):
-                await self._app(scope, receive, send)
+                await self._app({**scope, CROWDS: self._limiter.crowds(key)}, receive, send)
         except OverloadedError as error:
             response = error_response(error, self._router.limits.retry_after_s, scope["path"])
             await self._refuse(response)(scope, receive, send)

@@ -1,6 +1,7 @@
 """Error responses and events in the formats of OpenAI and Anthropic, and their HTTP status."""
 
 import json
+import math
 from http import HTTPStatus
 from typing import Any
 
@@ -101,11 +102,14 @@ def _details(error: Exception) -> tuple[str | None, str | None]:
 
 
 def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/completions") -> JSONResponse:
-    """Return the response of `endpoint` for `error`, with Retry-After for status 429 and 503."""
+    """Return the response of `endpoint` for `error`, with Retry-After for status 429 and 503, at
+    least `retry_after_s`.
+    """
     status = status_of(error)
     headers = {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-        headers["Retry-After"] = str(retry_after_s)
+        estimated_s = error.retry_after_s if isinstance(error, OverloadedError) else 0.0
+        headers["Retry-After"] = str(max(retry_after_s, math.ceil(estimated_s)))
     param, kind = _details(error)
     body = error_body(status, message_of(error), param, kind)
     if endpoint in ANTHROPIC and not isinstance(error, MalformedError):

@@ -73,6 +73,9 @@ INVOKED: Mapping[str, Endpoint] = {
 ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 """Header of `/invocations` that takes the place of `model` in vLLM."""
 
+CROWDS = "tandem.crowds"
+"""Key in the scope of a request whose API key has more than its share of the ongoing requests."""
+
 PRIORITY_HEADER = b"x-vllm-priority"
 """Request header forwarded if `router.client_priority` is set."""
 
@@ -113,8 +116,9 @@ async def read_request(
                 # vLLM would prefer the generated header to the body's id.
                 headers = tuple(header for header in headers if header[0] != b"x-request-id")
             session = request.headers.get(limits.routing.session_header)
+            crowds = bool(request.scope.get(CROWDS))
             found = ClientRequest(
-                endpoint, headers, raw, body, session, explain, arrived_at=arrived_at, read_at=read_at
+                endpoint, headers, raw, body, session, explain, crowds=crowds, arrived_at=arrived_at, read_at=read_at
             )
             await found.prepare()
     except TimeoutError:

@@ -95,11 +95,13 @@ class RouterLimits(Frozen):
 
     request_timeout_s: Seconds = Field(
         3600.0,
-        description="deadline from a request's arrival to its whole answer, if not streamed. Requests without a "
-        "body: limit of the answer's body",
+        description="deadline from a request's arrival to its whole answer, if not streamed; if the estimate exceeds "
+        "half of it, 429. Requests without a body: limit of the answer's body",
     )
     first_token_timeout_s: Seconds = Field(
-        600.0, description="deadline from the arrival of a streaming request to its first token, slot wait included"
+        600.0,
+        description="deadline from the arrival of a streaming request to its first token, slot wait included. Requests "
+        "that would wait longer than about half of it get 429 ([overload](scaling.md#overload))",
     )
     idle_timeout_s: Seconds = Field(
         300.0,
@@ -139,7 +141,7 @@ class RouterLimits(Frozen):
         description="longest wait for the parts of `/metrics` and `/tandem/status` from engines and other routers; "
         "late ones are omitted",
     )
-    retry_after_s: int = Field(1, ge=1, description="`Retry-After` of 429 and 503 responses, in seconds")
+    retry_after_s: int = Field(1, ge=1, description="smallest `Retry-After` of 429 and 503 responses, in seconds")
     max_ongoing_sequences: int | None = Field(
         None,
         ge=1,

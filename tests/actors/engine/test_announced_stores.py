@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.engine.vllm_engine import StopFlag, VllmEngine
-from actors.engine_pool.engines import EnginePool, publish
+from actors.engine_pool.engines import EnginePool, publish, replicas_of
 from actors.policy.prefixes import EngineStore
 from configs.settings.deployment import RoleSettings
 from tests.actors.engine.test_slots_of import Actor
@@ -21,6 +21,7 @@ class Core:
     """Stands for vLLM's client: each rank's connector answers `describe` with its store."""
 
     errored = False
+    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_size_tokens=700))
 
     def __init__(self, stores: list[dict[str, Any] | None]) -> None:
         self._stores = stores
@@ -67,6 +68,7 @@ async def test_routers_learn_the_stores_of_all_ranks(
     publish(handle.deployment_id, {"r1": json.loads(json.dumps(actor.record_replica_metadata()))})
     pool = EnginePool("decode", handle)
     assert pool.stores() == known
+    assert {one.metadata["kv_tokens"] for one in (replicas_of(handle.deployment_id) or {}).values()} == {700}
     assert list(pool.identities().values()) == ["i"] * len(ranks)
     await pool.close()
     for server in actor._rpc_servers:  # noqa: SLF001

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +13,14 @@ import pytest
 from actors.engine_pool import slots as module
 from actors.engine_pool.slots import EngineReplica, SlotPool, SlotRequest
 from actors.errors import OverloadedError
+from actors.policy.admission import MOST_RETRY_S, SAFE_SHARE
 from actors.rpc.address import RpcAddress
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
 RPC = RpcAddress("127.0.0.1", 1, "key")
+SECONDS, CAPACITY = 120.0, 2000 / 210
+"""Of `test_overload`: two engines with 1000 tokens; a request holds 210 of them for a second."""
 
 
 def engines(queue: int = 100, **slots: int) -> dict[str, EngineReplica]:
@@ -276,6 +280,111 @@ async def test_a_request_cancelled_just_after_its_grant_returns_the_slots() -> N
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert (here.taken, here.ongoing()) == (0, {"a": 0})
+
+
+def with_kv(queue: int = 1000, **tokens: int) -> dict[str, EngineReplica]:
+    """Engines with 100 slots, and this many tokens of KV."""
+    return {name: EngineReplica(RPC, 100, queue, {"kv_tokens": most}, name) for name, most in tokens.items()}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "granted"),
+    [
+        ([60, 40, 1], [True, True, False]),
+        ([60, 50, 10], [True, False, False]),  # later requests do not overtake one that needs more
+        ([60, 0], [True, True]),
+        ([500, 1], [True, False]),  # more than there is: alone
+        ([1, 500], [True, False]),
+    ],
+)
+async def test_kv_is_committed(wanted: list[int], granted: list[bool]) -> None:
+    here = SlotPool(lambda: with_kv(a=100))
+    asking = [asyncio.create_task(here.take(SlotRequest(tokens=tokens))) for tokens in wanted]
+    assert [one is not None for one in await soon(*asking)] == granted
+    here.give_back("a", tokens=wanted[0])
+    assert await asking[1] == "a"
+
+
+async def test_one_that_needs_more_keeps_one_engine_free() -> None:
+    """The others serve later requests meanwhile; requests of other routers count too."""
+    here = SlotPool(lambda: with_kv(a=100, b=100))
+    assert [await here.take(SlotRequest(tokens=tokens)) for tokens in (70, 80)] == ["b", "a"]
+    large, small, later = (asyncio.create_task(here.take(SlotRequest(tokens=tokens))) for tokens in (90, 20, 5))
+    assert await soon(large, small, later) == [None, "a", None]
+    here.give_back("b", tokens=70)
+    assert await soon(large, later) == ["b", "b"]
+    here.give_back("a", tokens=80)
+    here.record_accepted("a", 3)
+    assert here.take_now(SlotRequest(tokens=30)) is None, "20, and 30 of each of the others"
+    assert here.take_now(SlotRequest(tokens=10)) == "a"
+
+
+async def test_lower_priorities_wait_for_others() -> None:
+    here, order = SlotPool(lambda: engines(a=1)), list[int]()
+    await here.take()
+
+    async def ask(number: int, priority: int) -> None:
+        await here.take(SlotRequest(priority=priority))
+        order.append(number)
+        here.give_back("a")
+
+    asking = [asyncio.create_task(ask(*one)) for one in enumerate((0, 5, -1, 0, -1))]
+    await asyncio.sleep(0)
+    here.give_back("a")
+    await asyncio.gather(*asking)
+    assert order == [2, 4, 0, 3, 1]
+
+
+async def saturated(seed: int, load: float) -> tuple[SlotPool, list[Counter[str]]]:
+    """Offer `load` times what two engines serve. The first of four keys sends 30 times as much as
+    each other one.
+    """
+    dice, found, ongoing = random.Random(seed), [Counter[str]() for _ in range(4)], Counter[int]()
+    fleet = with_kv(a=1000, b=1000)
+    here = SlotPool(lambda: fleet)
+
+    async def client(key: int) -> None:
+        tokens, began = dice.randint(20, 400), now()
+        ongoing[key] += 1
+        crowds = ongoing[key] * len(+ongoing) > ongoing.total()
+        try:
+            name = await here.take(SlotRequest(tokens=tokens, wait_s=5.0 if crowds else 10.0))
+            waited_s = now() - began
+            found[key]["late" if waited_s * SAFE_SHARE > 10 else "served"] += 1
+            assert all(count <= 1000 for count in here._committed.values())  # noqa: SLF001
+            await asyncio.sleep(dice.expovariate(1.0))
+            here.give_back(name, tokens=tokens)
+        except OverloadedError as error:
+            found[key][
+                "refused" if now() - began < 1e-3 and 0 < error.retry_after_s <= MOST_RETRY_S + 1e-3 else "wrong"
+            ] += 1
+        finally:
+            ongoing[key] -= 1
+
+    async with asyncio.TaskGroup() as group:
+        until = now() + SECONDS
+        while now() < until:
+            await asyncio.sleep(dice.expovariate(load * CAPACITY))
+            group.create_task(client(dice.choices(range(4), (30, 1, 1, 1))[0]))
+    return here, found
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize("load", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("seed", range(3))
+async def test_overload(seed: int, load: float) -> None:
+    """Committed KV stays within the caches, admitted requests start in time, refusals come at once
+    with Retry-After, and keys within their share are served.
+    """
+    here, found = await saturated(seed, load)
+    assert (here.waiting, here.taken, here._committed.total()) == (0, 0, 0)  # noqa: SLF001
+    total = sum(found, Counter[str]())
+    assert (total["late"], total["wrong"]) == (0, 0), found
+    assert total["served"] > 0.8 * min(load, 1.0) * CAPACITY * SECONDS, found
+    assert all(one["refused"] <= 0.05 * one["served"] for one in found[1:]), found
 
 
 async def test_no_slot_is_lost() -> None:

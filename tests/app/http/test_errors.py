@@ -14,6 +14,7 @@ from app.http.errors import BadRequestError, MalformedError, error_event, error_
         (BadRequestError("bad", param="n"), 400, "BadRequestError", None),
         (BadRequestError("big", status=413), 413, "RequestTooLargeError", None),
         (OverloadedError("full"), 429, "RateLimitError", "7"),
+        (OverloadedError("full", 12.3), 429, "RateLimitError", "13"),
         (UnavailableError("gone"), 503, "ServiceUnavailableError", "7"),
         (CannotResumeError("n > 1"), 503, "ServiceUnavailableError", "7"),
         (DeadlineError("late"), 504, "TimeoutError", None),
