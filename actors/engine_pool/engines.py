@@ -54,8 +54,10 @@ def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> 
         if "rpc" not in one:
             continue
         ranks = one.get("ranks", [one])
+        drained = bool(one.get("drained"))
         for rank, (name, own) in enumerate(zip(engine_names(replica, len(ranks)), ranks, strict=True)):
-            engines[name] = EngineReplica(RpcAddress(**own["rpc"]), own["slots"], own["queue"], own, replica, rank)
+            address = RpcAddress(**own["rpc"])
+            engines[name] = EngineReplica(address, own["slots"], own["queue"], own, replica, rank, drained)
     _PUBLISHED[deployment] = engines
     if engines:
         _LAST[deployment] = engines

@@ -39,7 +39,7 @@ class Engine(EngineActor):
         await self._open_rpc_servers(RoleSettings(rpc_host="127.0.0.1"))
 
 
-async def answer(_: Call, __: int) -> AsyncGenerator[Any, None]:
+async def answer(_: Call, *__: Any) -> AsyncGenerator[Any, None]:
     await asyncio.sleep(0.1)
     yield ResponseStart(200, ((b"content-type", b"application/json"),))
     yield b"{}"
