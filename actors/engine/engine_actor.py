@@ -43,7 +43,7 @@ from actors.rpc.client import Channels
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
 from actors.rpc.server_connection import ServedStream
-from actors.telemetry.engine_status import read_status
+from actors.telemetry.engine_status import DRAINED, read_status
 from actors.tls import ReloadedTls, TlsFiles, rpc_files, server_context
 from configs.settings.base import RoleName
 from configs.settings.deployment import RoleSettings
@@ -153,15 +153,17 @@ class EngineActor:
         """Return what changes of the replica's metadata; Serve's hook, called every ANNOUNCE_S."""
         return {"drained": True} if self._drained else {}
 
-    async def drain(self, on: bool) -> dict[str, Any]:
-        """Refuse new calls and give up others, for an operator, or undo that; return the state."""
-        if on != self._drained:
-            logger.info(
-                "an operator %s this engine, which serves %d calls", "drains" if on else "resumes", self.ongoing
-            )
-        self._drained = on
-        for server in self._rpc_servers:
-            server.refuse_calls(on)
+    async def drain(self, on: bool | None) -> dict[str, Any]:
+        """Refuse new calls and give up others, for an operator, or undo that; return the state.
+
+        ``on``  None: only return the state
+        """
+        if on not in (None, self._drained):
+            logger.info("an operator %s this engine: %d sequences run", "drains" if on else "undrains", self.ongoing)
+            self._drained = bool(on)
+            DRAINED.set(self._drained)
+            for server in self._rpc_servers:
+                server.refuse_calls(self._drained)
         return self._progress()
 
     def _progress(self) -> dict[str, Any]:

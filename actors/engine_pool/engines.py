@@ -254,12 +254,16 @@ class EnginePool:
                 logger.warning("method %s of replica %s failed, so its result is omitted: %r", method, name, reply)
         return [reply for reply in replies.values() if not isinstance(reply, Exception)]
 
-    async def tell_all(self, method: str, timeout_s: float, *arguments: object) -> dict[str, Any]:
+    async def tell_all(
+        self, method: str, timeout_s: float, *arguments: object, only: str | None = None
+    ) -> dict[str, Any]:
         """Return the result or the exception of a method of each replica, by id of its first rank,
         which answers for all ranks. DeadlineError: no answer within `timeout_s`.
+
+        ``only``  this id; None: all replicas
         """
         engines = replicas_of(self._handle.deployment_id) or {}
-        replicas = {name: engine for name, engine in engines.items() if engine.rank == 0}
+        replicas = {name: one for name, one in engines.items() if one.rank == 0 and only in (None, name)}
         asked = [asyncio.create_task(self._ask(one.address, method, arguments)) for one in replicas.values()]
         if not asked:
             return {}
