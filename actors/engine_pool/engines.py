@@ -96,21 +96,21 @@ class EnginePool:
         self._identities: dict[str, str] = {}
         self._known: Mapping[str, EngineReplica] = {}
         self._unsubscribe: Callable[[], None] | None = None
-        self._keeping: list[asyncio.Task[None]] = []
+        self._keeping: dict[str, asyncio.Task[None]] = {}
         self.leaving = False
 
     def leave(self) -> None:
         """Keep the engines until this stopping router closes its connections.
 
         It still receives requests. Serve may stop the engines at the same time, and no longer list
-        them.
+        them. Those that it replaces by others are not kept.
         """
         self.leaving = True
         self._follow_replicas()
-        self._keeping = [
-            asyncio.create_task(self._keep(name, one.address), name="keeps-an-engine")
+        self._keeping = {
+            name: asyncio.create_task(self._keep(name, one.address), name="keeps-an-engine")
             for name, one in self._engines().items()
-        ]
+        }
         self._slots.changed()
 
     async def _keep(self, name: str, address: RpcAddress) -> None:
@@ -144,8 +144,13 @@ class EnginePool:
     def _follow_replicas(self) -> None:
         if self._unsubscribe is None:
             self._unsubscribe = subscribe(
-                self._handle.deployment_id, partial(_call, self._slots.changed, asyncio.get_running_loop())
+                self._handle.deployment_id, partial(_call, self._changed, asyncio.get_running_loop())
             )
+
+    def _changed(self) -> None:
+        self._slots.changed()
+        for name in self._keeping.keys() - self._engines().keys():
+            self._keeping.pop(name).cancel()
 
     def _slot(self, name: str, sequences: int) -> Slot | None:
         """Return the taken slots of engine `name`; give them back if it has stopped."""
