@@ -242,7 +242,7 @@ async def test_an_operator_drains_an_engine(
     """`tandem drain` ends when the engine is empty. The last decode engine is not drained."""
     monkeypatch.setattr(drain, "POLL_S", 0.01)
     monkeypatch.setenv(OPERATOR_KEYS_VARIABLE, "otto")
-    d, e, p = (Drainable(role, replica) for role, replica in (("decode", "d-1"), ("decode", "e-1"), ("prefill", "p-1")))
+    d, e, p = Drainable("decode", "d-1"), Drainable("decode", "e-1"), Drainable("prefill", "p-1")
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(listening())
         client.headers["Authorization"] = "Bearer otto"
