@@ -153,7 +153,7 @@ async def test_a_prefill_engine_is_told_too(ray_says, monkeypatch):
         engine: Any
 
         def __init__(self) -> None:
-            self.engine = Engine()
+            self.engine, self._rpc_servers = Engine(), []
 
         async def start(self) -> None:
             await self._prepare(parse_settings({"transfer": {"node_lost_s": 0.001}}))
