@@ -303,7 +303,8 @@ class Prefill(EngineActor):
             waiting = min(self.engine.waiting(rank), len(computing))
             for notices in computing[len(computing) - waiting :]:
                 notices.put(HANDED_BACK)
-            logger.info("rank %d takes no new calls: %d of %d prompts are handed back", rank, waiting, len(computing))
+            if computing:
+                logger.info("rank %d hands back %d of %d prompts: it takes no new calls", rank, waiting, len(computing))
             await server.accepts.wait()
 
     async def _discard(self, rank: int, transfer_id: str) -> None:
