@@ -33,6 +33,14 @@ class UnknownModelError(TandemError):
     """No model or adapter of the service has the name in a request."""
 
 
+class UnknownEngineError(TandemError):
+    """No engine, or more than one, has the id that an operator names."""
+
+
+class LastEngineError(TandemError):
+    """The model has no other decode engine that accepts calls, so this one cannot be drained."""
+
+
 class NoModelNamedError(TandemError):
     """A request without `model` to a service with the setting `models`."""
 

@@ -201,6 +201,8 @@ class KvArrivals:
     def __init__(self) -> None:
         self._found: dict[str, KvTimes] = {}
         self._adapters: dict[tuple[int, str], str] = {}
+        self.waiting: dict[int, int] = {}
+        """Number of requests that vLLM has not begun, by data-parallel rank."""
 
     def expect(self, request_id: str) -> None:
         """Collect the times of this request until `take`; other requests are ignored."""

@@ -1,4 +1,4 @@
-"""The command `tandem`. Without Ray and vLLM, only `version` and `upgrade` run."""
+"""The command `tandem`. Without Ray and vLLM, only `version`, `upgrade` and `drain` run."""
 
 import argparse
 import sys
@@ -13,6 +13,7 @@ COMMANDS = {
     "doctor": ("app.doctor.__main__", "check this machine before it serves"),
     "config": ("app.show_config", "print a config file with every setting"),
     "upgrade": ("app.upgrade.__main__", "replace the pods of a service on Kubernetes without a gap"),
+    "drain": ("app.drain", "empty one engine before its node is stopped"),
     "version": ("", "print the releases of Tandem, Python and the main libraries"),
 }
 """Module whose `main` runs each command, and its description."""
@@ -32,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"tandem {version('tandem')}, {environment()}")
         return 0
     for module, remedy in REQUIRED.items():
-        if chosen.command != "upgrade" and find_spec(module) is None:
+        if chosen.command not in ("upgrade", "drain") and find_spec(module) is None:
             print(f"tandem {chosen.command}: the module {module} is not installed; {remedy}", file=sys.stderr)
             return 1
     status: int = import_module(COMMANDS[chosen.command][0]).main(rest)

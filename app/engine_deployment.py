@@ -31,6 +31,9 @@ SERVE_CALLS = 65536
 HEALTH_CHECK_PERIOD_S = 2.0
 """Serve replaces a replica after three failed checks, so a dead engine after about 6 s."""
 
+ANNOUNCE_S = 5.0
+"""Interval in seconds at which Serve reads `EngineActor.record_routing_stats`, for all routers."""
+
 DRAIN_POLL_S = 0.2
 """Interval in seconds at which Serve checks whether a stopping replica has ongoing Serve calls.
 
@@ -79,7 +82,9 @@ def deploy_engine(
         actor,
         name=role.capitalize() + suffix,
         max_ongoing_requests=SERVE_CALLS,
-        request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
+        request_router_config=RequestRouterConfig(
+            request_router_class=DiscoveryRouter, request_routing_stats_period_s=ANNOUNCE_S
+        ),
         graceful_shutdown_timeout_s=own.drain_s,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,

@@ -36,14 +36,14 @@ from actors.engine.startup.serve_log import keep_serve_log
 from actors.engine.startup.start_progress import StartProgress
 from actors.engine.vllm_engine import VllmEngine
 from actors.engine_pool.engines import engine_names, ranked_metadata
-from actors.errors import EngineStartError
+from actors.errors import EngineStartError, RefusedError
 from actors.process import prepare_process
 from actors.request import Accepted, Call, Item, ResponseStart, StreamChunk
 from actors.rpc.client import Channels
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
 from actors.rpc.server_connection import ServedStream
-from actors.telemetry.engine_status import read_status
+from actors.telemetry.engine_status import DRAINED, read_status
 from actors.tls import ReloadedTls, TlsFiles, rpc_files, server_context
 from configs.settings.base import RoleName
 from configs.settings.deployment import RoleSettings
@@ -52,6 +52,9 @@ from configs.settings.service import ServiceSettings
 logger = logging.getLogger(__name__)
 
 MOST_WARM = 1024
+
+HANDED_BACK = object()
+"""Notice to a call that its prompt is handed back: another engine is to compute it."""
 
 
 class EngineActor:
@@ -62,6 +65,7 @@ class EngineActor:
     """
 
     role: RoleName
+    _drained = False
 
     # Serve awaits the constructor if it is asynchronous.
     async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:  # type: ignore[misc]
@@ -95,6 +99,13 @@ class EngineActor:
         node_lost_s = grace_s(settings.transfer.node_lost_s)
         lost = watch_nodes(self.engine.lose, node_lost_s, await dead_nodes_now())
         self._tasks = [asyncio.create_task(lost, name="watches-nodes")]
+        self._tasks += [
+            asyncio.create_task(self._empty(rank, server), name="empties-the-engine")
+            for rank, server in enumerate(self._rpc_servers)
+        ]
+
+    async def _empty(self, rank: int, server: RpcServer) -> None:
+        """Give up calls of `rank` while `server` refuses new ones; runs until it is cancelled."""
 
     def _describe_ranks(self) -> None:
         for described, metadata in zip(self.engine.described, self._rank_metadata, strict=True):
@@ -126,6 +137,7 @@ class EngineActor:
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "metrics": self.metrics,
             "status": self.status,
+            "drain": self.drain,
         }
         if not self._changes_adapters:
             return methods
@@ -138,15 +150,39 @@ class EngineActor:
         """Return the replica's metadata for routers; Serve's hook, called after the start."""
         return ranked_metadata(self._rank_metadata)
 
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Return what changes of the replica's metadata; Serve's hook, called every ANNOUNCE_S."""
+        return {"drained": True} if self._drained else {}
+
+    async def drain(self, on: bool | None) -> dict[str, Any]:
+        """Refuse new calls and give up others, for an operator, or undo that; return the state.
+
+        ``on``  None: only return the state
+        """
+        if on not in (None, self._drained):
+            logger.info("an operator %s this engine: %d sequences run", "drains" if on else "undrains", self.ongoing)
+            self._drained = bool(on)
+            DRAINED.set(self._drained)
+            for server in self._rpc_servers:
+                server.refuse_calls(self._drained)
+        return self._progress()
+
+    def _progress(self) -> dict[str, Any]:
+        return {"role": self.role, "replica": self.replica, "drained": self._drained, "ongoing": self.ongoing}
+
+    @property
+    def ongoing(self) -> int:
+        return sum(server.ongoing for server in self._rpc_servers)
+
     def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[Item, None]:
         return self.call(rank, request.call)
 
     def accepted(self, rank: int) -> Accepted:
         return Accepted(self.engines[rank], self._rpc_servers[rank].ongoing)
 
-    async def call(self, rank: int, call: Call) -> AsyncGenerator[Item, None]:
+    async def call(self, rank: int, call: Call, notices: Notices | None = None) -> AsyncGenerator[Any, None]:
         yield self.accepted(rank)
-        async with aclosing(self.engine.serve(call, rank)) as answer:
+        async with aclosing(self.engine.serve(call, rank, notices)) as answer:
             async for item in answer:
                 yield item
 
@@ -158,7 +194,7 @@ class EngineActor:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load for the autoscaling policy; Serve's hook for autoscaled roles."""
         return self.engine.load() | {
-            "ongoing": float(sum(server.ongoing for server in self._rpc_servers)),
+            "ongoing": float(self.ongoing),
             # A router reports the queue length of the whole role to each rank that it calls, so a
             # sum over ranks would count it several times.
             "queued": float(max(server.queued() for server in self._rpc_servers)),
@@ -168,8 +204,7 @@ class EngineActor:
         from prometheus_client import REGISTRY
 
         return {
-            "role": self.role,
-            "replica": self.replica,
+            **self._progress(),
             "host": self._node_ip,
             **self.engine.describe(),
             **asdict(read_status(REGISTRY)),
@@ -183,13 +218,10 @@ class EngineActor:
         """Serve's hook: Serve replaces the replica after several failures in a row."""
         await self.engine.check_health()
 
-    async def _drain(self) -> None:
-        await asyncio.gather(*(server.drain() for server in getattr(self, "_rpc_servers", ())))
-
     async def __del__(self) -> None:
         """Drain the calls and end the engine; Serve awaits this hook."""
         # Open calls need the detection of lost nodes and new prefill replicas.
-        await self._drain()
+        await asyncio.gather(*(server.drain() for server in getattr(self, "_rpc_servers", ())))
         for task in getattr(self, "_tasks", ()):
             task.cancel()
         await asyncio.gather(*(server.close() for server in getattr(self, "_rpc_servers", ())))
@@ -207,6 +239,7 @@ class Prefill(EngineActor):
     async def _prepare(self, settings: ServiceSettings) -> None:
         await super()._prepare(settings)
         self._held: set[str] = set()
+        self._computing: list[dict[str, Notices]] = [{} for _ in self.engine.ranks]
         self._probe_s = probe_timeout_s(settings.transfer)
         self._producers = [self.engine.producer(rank) for rank in self.engine.ranks]
         if problem := why_no_first_token(settings):
@@ -232,26 +265,48 @@ class Prefill(EngineActor):
     ) -> AsyncGenerator[Item, None]:
         """Serve a call, then keep it ongoing until decode cancels it, for at most `hold_s`.
 
+        Raises RefusedError if the prompt is handed back.
+
         The engine answers before decode has received the KV. The ongoing call makes a stopping
         replica wait for the handover, and the autoscaler counts it. A call that ends with an error
         status, or with a stream without tokens, has no KV and ends at once. Unless decode has the
         KV, discards the transfer: decode's connector may have asked for it.
         """
         self._held.add(transfer_id)
+        notices = self._computing[rank][transfer_id] = Notices()
         computed = False
         try:
-            async with aclosing(self.call(rank, request.call)) as answer:
+            async with aclosing(self.call(rank, request.call, notices)) as answer:
                 async for item in answer:
+                    if item is HANDED_BACK:
+                        if computed:
+                            continue
+                        raise RefusedError("the prompt is handed back")
                     if isinstance(item, ResponseStart):
                         computed = item.status < HTTPStatus.BAD_REQUEST and not item.streams
                     computed = computed or isinstance(item, StreamChunk)
+                    if computed:
+                        self._computing[rank].pop(transfer_id, None)
                     yield item
             if computed:
                 await asyncio.sleep(request.hold_s)
         finally:
             self._held.discard(transfer_id)
+            self._computing[rank].pop(transfer_id, None)
             if not stream.done:
                 await self._discard(rank, transfer_id)
+
+    async def _empty(self, rank: int, server: RpcServer) -> None:
+        """Hand back the prompts that vLLM has not begun; it begins them in order of arrival."""
+        while True:
+            await server.refuses.wait()
+            computing = list(self._computing[rank].values())
+            waiting = min(self.engine.waiting(rank), len(computing))
+            for notices in computing[len(computing) - waiting :]:
+                notices.put(HANDED_BACK)
+            if computing:
+                logger.info("rank %d hands back %d of %d prompts: it takes no new calls", rank, waiting, len(computing))
+            await server.accepts.wait()
 
     async def _discard(self, rank: int, transfer_id: str) -> None:
         try:
@@ -298,10 +353,13 @@ class Decode(EngineActor):
     role: RoleName = "decode"
 
     async def _prepare(self, settings: ServiceSettings) -> None:
+        self._peers = PeerReplicas("decode", CALL_MARGIN_S)
+        self._peers.engines()
         await super()._prepare(settings)
         self._probe_s = probe_timeout_s(settings.transfer)
         self._prefill = PeerReplicas("prefill", self._probe_s)
-        self._others = PeerReplicas("decode", CALL_MARGIN_S)
+        for metadata in self._rank_metadata:
+            metadata["resumes"] = self.engine.can_resume
         # The latest MOST_WARM prefill engines with which a rank has run a probe, by rank.
         self._warm: list[dict[str, None]] = [{} for _ in self.engine.ranks]
         await self.warm_up_new_pairs()
@@ -318,24 +376,17 @@ class Decode(EngineActor):
 
         return SplitCall(request.call, request.prefill, self._channels, serve, heartbeats).items(self.accepted(rank))
 
-    async def identities(self) -> list[str]:
-        """Return the identities of the ranks that accept calls, for replicas whose streams move."""
-        await self.engine.check_health()
-        if not self.engine.can_resume:
-            return []
-        ranks = zip(self._rpc_servers, self.engine.described, strict=True)
-        return [described.get("identity", "") for server, described in ranks if not server.leaving.is_set()]
+    async def _empty(self, rank: int, server: RpcServer) -> None:
+        await move_streams(self.engine, rank, server, self._others)
 
-    async def _drain(self) -> None:
-        moving = [
-            asyncio.create_task(move_streams(self.engine, rank, server, self._others), name="moves-streams")
-            for rank, server in enumerate(getattr(self, "_rpc_servers", ()))
-        ]
-        try:
-            await super()._drain()
-        finally:
-            for task in moving:
-                task.cancel()
+    def _others(self) -> set[str]:
+        """Return the identities of the other replicas' engines that can continue streams."""
+        engines = self._peers.engines().values()
+        return {
+            one.identity
+            for one in engines
+            if one.replica != self.replica and not one.drained and one.metadata.get("resumes")
+        }
 
     async def fetch_probes(self, probes: Mapping[str, list[ProbeParams]]) -> None:
         """Fetch the probes, by rank id, of a starting prefill replica."""

@@ -1,4 +1,4 @@
-"""Moves of the streams of a stopping decode engine to other engines, which continue them.
+"""Moves of the streams of a decode engine that takes no new calls to engines that continue them.
 
 A stream that ends with `Moved` keeps its KV here until its router has continued it elsewhere and
 cancels the call. The engine drains as before if no other engine of its identity accepts calls.
@@ -6,8 +6,8 @@ cancels the call. The engine drains as before if no other engine of its identity
 
 import asyncio
 import logging
+from collections.abc import Callable, Collection
 
-from actors.engine.pair_warmup import PeerReplicas
 from actors.engine.vllm_engine import VllmEngine
 from actors.rpc.server import RpcServer
 
@@ -25,36 +25,34 @@ LOOK_S = 0.2
 """Interval in seconds between looks at the streams."""
 
 
-async def move_streams(engine: VllmEngine, rank: int, server: RpcServer, others: PeerReplicas) -> None:
-    """Move the streams of `rank` once `server` refuses calls, until the caller cancels this.
+async def move_streams(engine: VllmEngine, rank: int, server: RpcServer, others: Callable[[], Collection[str]]) -> None:
+    """Move the streams of `rank` while `server` refuses calls, until the caller cancels this.
+
+    ``others``  returns the identities of the other engines that can continue streams
 
     Those that may have the most tokens left move first.
     """
-    await server.leaving.wait()
     identity = engine.described[rank].get("identity", "")
     told: dict[str, float] = {}
     while True:
+        await server.refuses.wait()
         try:
-            await _move_some(engine, rank, server, others, identity, told)
+            if identity in others():
+                await _move_some(engine, rank, told)
         except Exception:
-            logger.exception("rank %d is stopping and could not move streams; they run on", rank)
+            logger.exception("rank %d could not move streams; they run on", rank)
         await asyncio.sleep(LOOK_S)
 
 
-async def _move_some(
-    engine: VllmEngine, rank: int, server: RpcServer, others: PeerReplicas, identity: str, told: dict[str, float]
-) -> None:
+async def _move_some(engine: VllmEngine, rank: int, told: dict[str, float]) -> None:
     """Tell further streams to move, and record in `told` when."""
     left, now = engine.movable(rank), asyncio.get_running_loop().time()
-    moving = sum(now - told[each] < MOVES_S for each in told.keys() & left.keys())
+    for ended in told.keys() - left.keys():
+        del told[ended]
+    moving = sum(now - at < MOVES_S for at in told.values())
     waiting = sorted(left.keys() - told.keys(), key=left.__getitem__, reverse=True)[: max(0, AT_ONCE - moving)]
-    if waiting and any(identity in own for own in await others.ask("identities")):
-        for request_id in waiting:
-            told[request_id] = now
-            await engine.move(request_id, rank)
-        logger.info(
-            "rank %d is stopping: %d of its streams have been told to move; %d calls run",
-            rank,
-            len(told),
-            server.ongoing,
-        )
+    for request_id in waiting:
+        told[request_id] = now
+        await engine.move(request_id, rank)
+    if waiting:
+        logger.info("rank %d takes no new calls: %d of its %d streams move now", rank, len(waiting), len(left))

@@ -15,6 +15,8 @@ from ray import serve
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
 from actors.broadcast import ask_all
+from actors.engine_pool.engines import replicas_of
+from actors.engine_pool.slots import EngineReplica
 from configs.settings.base import RoleName
 from configs.settings.kv import TransferSettings
 
@@ -54,10 +56,18 @@ class PeerReplicas:
         self.timeout_s = probe_timeout_s + CALL_MARGIN_S
         self._handle = handle
 
-    def broadcast(self, method: str, /, *arguments: object) -> DeploymentBroadcastResponse:
+    def _connected(self) -> DeploymentHandle:
         if self._handle is None:
-            self._handle = serve.get_deployment_handle(peer_deployment(self.role), _check_exists=False)
-        return self._handle.broadcast(method, *arguments)
+            handle = serve.get_deployment_handle(peer_deployment(self.role), _check_exists=False)
+            self._handle = handle.options()  # a plain handle follows no list before its first call
+        return self._handle
+
+    def engines(self) -> Mapping[str, EngineReplica]:
+        """Return the engines in Serve's list. The first call blocks, and starts to follow it."""
+        return replicas_of(self._connected().deployment_id) or {}
+
+    def broadcast(self, method: str, /, *arguments: object) -> DeploymentBroadcastResponse:
+        return self._connected().broadcast(method, *arguments)
 
     async def ask(self, method: str, *arguments: object) -> list[Any]:
         return await ask_all(self.role, self, method, self.timeout_s, *arguments)

@@ -307,6 +307,10 @@ class VllmEngine:
             data_parallel_rank=rank,
         )
 
+    def waiting(self, rank: int = 0) -> int:
+        """Return the number of requests that vLLM has not begun, after the last step."""
+        return self._llm.arrivals.waiting.get(rank, 0)
+
     def movable(self, rank: int = 0) -> dict[str, int]:
         """Return the ids of the streams that may move, and how many tokens may follow in each."""
         return self._llm.movable(rank)

@@ -54,8 +54,10 @@ def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> 
         if "rpc" not in one:
             continue
         ranks = one.get("ranks", [one])
+        drained = bool(one.get("drained"))
         for rank, (name, own) in enumerate(zip(engine_names(replica, len(ranks)), ranks, strict=True)):
-            engines[name] = EngineReplica(RpcAddress(**own["rpc"]), own["slots"], own["queue"], own, replica, rank)
+            address = RpcAddress(**own["rpc"])
+            engines[name] = EngineReplica(address, own["slots"], own["queue"], own, replica, rank, drained)
     _PUBLISHED[deployment] = engines
     if engines:
         _LAST[deployment] = engines
@@ -94,21 +96,21 @@ class EnginePool:
         self._identities: dict[str, str] = {}
         self._known: Mapping[str, EngineReplica] = {}
         self._unsubscribe: Callable[[], None] | None = None
-        self._keeping: list[asyncio.Task[None]] = []
+        self._keeping: dict[str, asyncio.Task[None]] = {}
         self.leaving = False
 
     def leave(self) -> None:
         """Keep the engines until this stopping router closes its connections.
 
         It still receives requests. Serve may stop the engines at the same time, and no longer list
-        them.
+        them. Those that it replaces by others are not kept.
         """
         self.leaving = True
         self._follow_replicas()
-        self._keeping = [
-            asyncio.create_task(self._keep(name, one.address), name="keeps-an-engine")
+        self._keeping = {
+            name: asyncio.create_task(self._keep(name, one.address), name="keeps-an-engine")
             for name, one in self._engines().items()
-        ]
+        }
         self._slots.changed()
 
     async def _keep(self, name: str, address: RpcAddress) -> None:
@@ -142,8 +144,13 @@ class EnginePool:
     def _follow_replicas(self) -> None:
         if self._unsubscribe is None:
             self._unsubscribe = subscribe(
-                self._handle.deployment_id, partial(_call, self._slots.changed, asyncio.get_running_loop())
+                self._handle.deployment_id, partial(_call, self._changed, asyncio.get_running_loop())
             )
+
+    def _changed(self) -> None:
+        self._slots.changed()
+        for name in self._keeping.keys() - self._engines().keys():
+            self._keeping.pop(name).cancel()
 
     def _slot(self, name: str, wanted: SlotRequest) -> Slot | None:
         """Return the taken slots of engine `name`; give them back if it has stopped."""
@@ -252,12 +259,16 @@ class EnginePool:
                 logger.warning("method %s of replica %s failed, so its result is omitted: %r", method, name, reply)
         return [reply for reply in replies.values() if not isinstance(reply, Exception)]
 
-    async def tell_all(self, method: str, timeout_s: float, *arguments: object) -> dict[str, Any]:
+    async def tell_all(
+        self, method: str, timeout_s: float, *arguments: object, only: str | None = None
+    ) -> dict[str, Any]:
         """Return the result or the exception of a method of each replica, by id of its first rank,
         which answers for all ranks. DeadlineError: no answer within `timeout_s`.
+
+        ``only``  this id; None: all replicas
         """
         engines = replicas_of(self._handle.deployment_id) or {}
-        replicas = {name: engine for name, engine in engines.items() if engine.rank == 0}
+        replicas = {name: one for name, one in engines.items() if one.rank == 0 and only in (None, name)}
         asked = [asyncio.create_task(self._ask(one.address, method, arguments)) for one in replicas.values()]
         if not asked:
             return {}

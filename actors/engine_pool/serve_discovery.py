@@ -34,7 +34,7 @@ class DiscoveryRouter(FIFOMixin, RequestRouter):
 
     def _publish(self) -> None:
         metadata = {
-            name.unique_id: {"slots": replica.max_ongoing_requests, **replica.replica_metadata}
+            name.unique_id: {"slots": replica.max_ongoing_requests, **replica.replica_metadata, **replica.routing_stats}
             for name, replica in self.curr_replicas.items()
         }
         engines.publish(self._deployment_id, metadata)

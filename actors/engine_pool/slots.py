@@ -47,6 +47,7 @@ class EngineReplica:
     ``queue``     number of requests that may wait in one router for engines of its role
     ``metadata``  from `replica_metadata`, and `producer` of a prefill engine
     ``replica``   id of the replica; its ranks end together
+    ``drained``   whether an operator drains the engine: it refuses all calls
     """
 
     address: RpcAddress
@@ -55,6 +56,7 @@ class EngineReplica:
     metadata: Mapping[str, Any]
     replica: str
     rank: int = 0
+    drained: bool = False
 
     @cached_property
     def store(self) -> EngineStore | None:
@@ -170,8 +172,10 @@ class SlotPool:
         """Return the known number of ongoing sequences of each replica that accepts calls: this
         router's, plus those of others if the replica accepted a call within REMEMBERED_S.
         """
-        now = _now()
-        return {name: self._ongoing(name, now) for name in self._look() if name not in self._leaving}
+        now, engines = _now(), self._look().items()
+        return {
+            name: self._ongoing(name, now) for name, one in engines if name not in self._leaving and not one.drained
+        }
 
     def changed(self) -> None:
         """Forget stopped replicas, and grant slots on new ones, after a change of `look`."""
@@ -287,8 +291,8 @@ class SlotPool:
         return usable
 
     def _add_usable(self, usable: UsableReplicas, name: str, now: float) -> None:
-        slots = usable.engines[name].slots
-        if name in self._leaving or self._taken[name] >= slots:
+        engine, slots = usable.engines[name], usable.engines[name].slots
+        if engine.drained or name in self._leaving or self._taken[name] >= slots:
             return
         ongoing, full = self._ongoing(name, now), self._full.get(name)
         if full is None and ongoing < slots:

@@ -14,6 +14,7 @@ from actors.errors import DeadlineError, NoModelNamedError, OverloadedError, Una
 from actors.request import Call, ResponseStart
 from actors.router.adapters import Adapters
 from actors.router.client_request import ClientRequest
+from actors.router.drain import drain_engine
 from actors.router.model_router import ModelEngines, ModelRouter
 from actors.router.prompt_lists import AnyAnswer, open_answer
 from actors.telemetry.router_metrics import KEPT, RecentRequest, RouterMetrics
@@ -246,6 +247,10 @@ class Router:
     def complete(self) -> bool:
         """True if replicas of both roles accept calls, for each model."""
         return all(count for model in self.models for count in model.replicas().values())
+
+    async def drain(self, engine: str, on: bool) -> dict[str, Any]:
+        """Drain an engine, or undo that; as `drain_engine`."""
+        return await drain_engine(self.models, engine, on, self.limits.metrics_timeout_s)
 
     async def engine_metrics(self) -> list[tuple[RoleName, str, str]]:
         """Return (role, replica id, exposition) of each replica that replies in time.

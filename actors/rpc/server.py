@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from actors.errors import CannotResumeError, EngineDownError
+from actors.errors import CannotResumeError, EngineDownError, RefusedError
 from actors.rpc.address import RpcAddress, enable_keepalive
 from actors.rpc.messages import KEEP, RpcFailure, RpcRequest
 from actors.rpc.protocol import NEWEST_VERSION
@@ -78,8 +78,12 @@ class RpcServer:
         self._key = secrets.token_hex()
         self._server: asyncio.Server | None = None
         self._connections: set[ServerConnection] = set()
-        self.leaving = asyncio.Event()
-        """Set once the server refuses new calls."""
+        self.refuses = asyncio.Event()
+        """Set while the server refuses new calls: it stops, or an operator drains the engine."""
+        self.accepts = asyncio.Event()
+        """Set otherwise."""
+        self.accepts.set()
+        self._stops = False
         self._queued: dict[str, tuple[int, float]] = {}
         self._freed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -126,22 +130,35 @@ class RpcServer:
         """
         await asyncio.sleep(KEPT_WITHIN_S)
         await self._unkept.wait()
-        self.leaving.set()
+        self._stop()
         await self._idle.wait()
 
     async def close(self) -> None:
         """Stop listening, cancel the running calls and methods, and close all connections."""
-        self.leaving.set()
+        self._stop()
         if self._server is not None:
             self._server.close()
         await asyncio.gather(*(connection.close(CUT_OFF_S) for connection in list(self._connections)))
+
+    def _stop(self) -> None:
+        self._stops = True
+        self.refuse_calls(True)
+
+    def refuse_calls(self, refuse: bool) -> None:
+        """Refuse new calls until further notice, or accept them again unless the server stops."""
+        if refuse:
+            self.refuses.set()
+            self.accepts.clear()
+        elif not self._stops:
+            self.refuses.clear()
+            self.accepts.set()
 
     async def _keep(self) -> None:
         """Keep a stopping engine for the calling router; return at once if it refuses new calls."""
         self._kept += 1
         self._unkept.clear()
         try:
-            if not self.leaving.is_set():
+            if not self._stops:
                 await asyncio.Event().wait()
         finally:
             self._kept -= 1
@@ -186,14 +203,20 @@ class RpcServer:
     async def _refusal(self) -> RpcFailure | None:
         with suppress(TimeoutError):
             async with asyncio.timeout(SLOT_WAIT_S):
-                while self.ongoing >= self._slots and not self.leaving.is_set():
+                while self.ongoing >= self._slots and not self.refuses.is_set():
                     self._freed.clear()
                     await self._freed.wait()
-        if self.leaving.is_set():
-            return RpcFailure("leaving", "this engine is stopping")
+        if self.refuses.is_set():
+            return self._refused()
         if self.ongoing >= self._slots:
             return RpcFailure("full", f"this engine is serving {self.ongoing} sequences; its limit is {self._slots}")
         return None
+
+    def _refused(self) -> RpcFailure:
+        # Routers never ask an engine again that is leaving.
+        if self._stops:
+            return RpcFailure("leaving", "this engine is stopping")
+        return RpcFailure("full", "an operator drains this engine")
 
     async def _serve_call(self, request: RpcRequest, stream: ServedStream) -> RpcFailure | None:
         try:
@@ -204,6 +227,8 @@ class RpcServer:
             return RpcFailure("engine_down", str(error))
         except CannotResumeError as error:
             return RpcFailure("cannot_resume", str(error))
+        except RefusedError:
+            return self._refused()
         except Exception as error:
             logger.exception(
                 "%s %s failed in this engine; sending the error to the router", request.call.method, request.call.path

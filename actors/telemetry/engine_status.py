@@ -3,7 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.samples import Sample
 
 SUMS = {
@@ -20,6 +20,8 @@ STAGES = "vllm:tandem_kv_transfers"
 REQUESTS = "vllm:tandem_kv_requests_total"
 PAIR_BYTES, PAIR_SECONDS = "vllm:tandem_kv_pair_bytes_total", "vllm:tandem_kv_pair_seconds_total"
 STORE_TOKENS = "vllm:tandem_store_tokens_total"
+DRAINED = Gauge("tandem_drained", "1 while an operator drains this engine: it takes no new requests.")
+
 NAMES = (*SUMS.values(), USAGE, STAGES, REQUESTS, PAIR_BYTES, PAIR_SECONDS, STORE_TOKENS)
 """Metrics that `read_status` collects; collecting all would cost more."""
 

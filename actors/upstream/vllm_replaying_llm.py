@@ -124,6 +124,7 @@ class KvArrivalsLogger(StatLoggerBase):
     def record(self, scheduler_stats: SchedulerStats | None, *_: Any, engine_idx: int = 0, **__: Any) -> None:
         if scheduler_stats is not None:
             self._arrivals.observe(scheduler_stats.kv_connector_stats, engine_idx)
+            self._arrivals.waiting[engine_idx] = scheduler_stats.num_waiting_reqs
 
     def log_engine_initialized(self) -> None:
         """Do nothing; vLLM's hook."""

@@ -10,10 +10,12 @@ from starlette.responses import JSONResponse
 from actors.errors import (
     CannotResumeError,
     DeadlineError,
+    LastEngineError,
     NoModelNamedError,
     OverloadedError,
     RefusedError,
     UnavailableError,
+    UnknownEngineError,
     UnknownModelError,
 )
 from actors.request import Endpoint
@@ -74,8 +76,10 @@ def status_of(error: Exception) -> HTTPStatus:
     match error:
         case BadRequestError():
             return error.status
-        case UnknownModelError():
+        case UnknownModelError() | UnknownEngineError():
             return HTTPStatus.NOT_FOUND
+        case LastEngineError():
+            return HTTPStatus.CONFLICT
         case NoModelNamedError():
             return HTTPStatus.BAD_REQUEST
         case OverloadedError() | RefusedError():

@@ -28,6 +28,7 @@ from app.http.record import AccessLog
 from app.http.status_page import PAGE_HEADERS, status_page
 from app.http.traces import Traces
 from configs.settings.router import RouterSettings
+from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,14 @@ def build_http(
             return forbidden()
         return JSONResponse(await router.status(), headers={"Cache-Control": "no-store"})
 
+    async def drain(request: Request) -> Response:
+        if not request.scope.get(OPERATOR, True):
+            return forbidden()
+        try:
+            return JSONResponse(await router.drain(request.path_params["engine"], request.method == "POST"))
+        except TandemError as error:
+            return error_response(error, router.limits.retry_after_s)
+
     async def page(_: Request) -> Response:
         return HTMLResponse(status_page(), headers=PAGE_HEADERS)
 
@@ -110,6 +119,7 @@ def build_http(
             Route("/metrics", metrics, methods=["GET"]),
             Route("/", page, methods=["GET"]),
             Route("/tandem/status", status, methods=["GET"]),
+            Route("/tandem/drain/{engine}", drain, methods=["POST", "DELETE"]),
         ],
         exception_handlers={HTTPException: refuse_route, BadRequestError: refuse},
     )

@@ -62,6 +62,7 @@ class Instant(Prefill, Decode):
         """Set the state of an actor whose engine is this application, and listen for routers."""
         self.role, self.replica, self.running = role, replica, 0
         self._held = set()
+        self._computing = [{}]
         self._changes_adapters = False
         self._producers = [ProducerAddress.from_params(WHERE)]
         llm: Any = NoLLM()

@@ -25,7 +25,7 @@ class AuthSettings(Frozen):
     operator_keys: tuple[SecretStr, ...] = Field(
         (),
         description=f"further keys, or the variable `{OPERATOR_KEYS_VARIABLE}`: with any key set, only these can read "
-        "/tandem/status and use `x-tandem-explain`, which describe other clients' requests",
+        "/tandem/status, drain engines and use `x-tandem-explain`",
     )
 
     @field_validator("api_keys", "operator_keys")

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from actors.engine.asgi_call import Notices
 from actors.engine.engine_actor import Prefill
+from actors.errors import RefusedError
 from actors.request import Call, FirstTokenChunk, ResponseStart
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server_connection import ServedStream, ServerConnection
 
 JSON = ((b"content-type", b"application/json"),)
 EVENTS = ((b"content-type", b"text/event-stream"),)
+WAITING = 2
 TOKEN = FirstTokenChunk(b"data: {}\n\n", ((1,),), None, 9)
 
 
 class NoEngine:
     def __init__(self) -> None:
         self.discarded: list[str] = []
+
+    def waiting(self, rank: int) -> int:
+        return WAITING
 
     async def discard(self, transfer_id: str, rank: int) -> None:
         self.discarded.append(transfer_id)
@@ -31,12 +38,16 @@ class Replica(Prefill):
 
     def __init__(self, items: list[Any]) -> None:
         self._held = set()
+        self._computing = [{}]
         self._items = items
         self.engine: Any = NoEngine()
 
-    async def call(self, rank: int, call: Call) -> AsyncGenerator[Any, None]:
+    async def call(self, rank: int, call: Call, notices: Notices | None = None) -> AsyncGenerator[Any, None]:
+        """Yield the items; without any, the notices: the prompt waits."""
         for item in self._items:
             yield item
+        while not self._items and notices is not None:
+            yield await notices.get()
 
     def __del__(self) -> None:  # type: ignore[override]
         """Replace Serve's hook."""
@@ -69,3 +80,35 @@ async def test_a_call_is_held_if_its_prompt_was_computed(items: list[Any], held:
     await call.aclose()
     assert not replica._held  # noqa: SLF001
     assert replica.engine.discarded == ([] if held and done else ["t"])
+
+
+async def test_an_engine_without_new_calls_hands_back_the_prompts_that_wait() -> None:
+    """vLLM begins prompts in order of arrival. Computed prompts stay until decode has their KV."""
+    waiting, computed = Replica([]), Replica([ResponseStart(200, JSON), b"{}"])
+    computed._computing = waiting._computing  # noqa: SLF001
+    server: Any = SimpleNamespace(refuses=asyncio.Event(), accepts=asyncio.Event())
+    calls = []
+    for number, replica in enumerate((waiting, computed, waiting, waiting, computed)):
+        request = RpcRequest(Call("POST", "/v1/completions"), "r", 0, transfer_id=str(number), hold_s=3600.0)
+        stream = ServedStream(cast(ServerConnection, None), 1, expects_refusal=False)
+        call = replica.serve_request(0, request, stream)
+        calls.append((call, asyncio.ensure_future(_rest(call))))
+    await asyncio.sleep(0)
+    emptying = asyncio.create_task(waiting._empty(0, server))  # noqa: SLF001
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not any(rest.done() for _, rest in calls)
+    server.refuses.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [rest.done() for _, rest in calls] == [False, False, True, True, False]
+    assert all(isinstance(rest.exception(), RefusedError) for _, rest in calls[2:4])
+    assert waiting.engine.discarded == ["2", "3"]
+    for task in (emptying, *(rest for _, rest in calls)):
+        task.cancel()
+    await asyncio.gather(emptying, *(rest for _, rest in calls), return_exceptions=True)
+
+
+async def _rest(call: AsyncGenerator[Any, None]) -> None:
+    async for _ in call:
+        pass

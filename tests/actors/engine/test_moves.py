@@ -1,15 +1,19 @@
-"""The order in which a stopping engine's streams move, and where they stay."""
+"""The order in which the streams of an engine that takes no calls move, and where they stay."""
 
 from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from actors.engine.engine_actor import Decode
+from actors.engine.engine_actor import Decode, EngineActor, Prefill
 from actors.engine.moves import AT_ONCE, MOVES_S, move_streams
+from actors.engine_pool.engines import publish, replicas_of
+from actors.engine_pool.slots import EngineReplica, SlotPool, SlotRequest
+from actors.rpc.address import RpcAddress
+from actors.rpc.server import RpcServer, replica_metadata
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -18,20 +22,15 @@ class Engine:
     """An engine whose streams end a while after they were told to move."""
 
     described = ({"identity": "model"},)
-    can_resume = True
     stuck: frozenset[str] = frozenset()
 
     def __init__(self, streams: dict[str, int]) -> None:
         self.streams = dict(streams)
         self.told: list[str] = []
-        self.empty = asyncio.Event()
         self.most = 0
 
     def movable(self, rank: int) -> dict[str, int]:
         return dict(self.streams)
-
-    async def check_health(self) -> None:
-        """It is alive."""
 
     async def move(self, request_id: str, rank: int) -> None:
         self.told.append(request_id)
@@ -42,8 +41,6 @@ class Engine:
         if request_id in self.stuck:
             return
         del self.streams[request_id]
-        if not self.streams:
-            self.empty.set()
 
     @property
     def ended(self) -> int:
@@ -52,21 +49,17 @@ class Engine:
 
 @pytest.mark.parametrize(
     ("others", "moves"),
-    [([["other"], ["model"]], True), ([["other"]], False), ([], False)],
+    [({"other", "model"}, True), ({"other"}, False), (set(), False)],
     ids=["another engine", "only other models", "alone"],
 )
-async def test_the_longest_streams_move_first(others: list[list[str]], moves: bool) -> None:
-    async def ask(_: str) -> list[list[str]]:
-        return others
-
+async def test_the_longest_streams_move_first(others: set[str], moves: bool) -> None:
     streams = {f"{number:02}": number for number in range(2 * AT_ONCE + 1)}
     engine: Any = Engine(streams)
-    server: Any = SimpleNamespace(leaving=asyncio.Event(), ongoing=len(streams))
-    peers: Any = SimpleNamespace(ask=ask)
-    moving = asyncio.create_task(move_streams(engine, 0, server, peers))
+    server: Any = SimpleNamespace(refuses=asyncio.Event())
+    moving = asyncio.create_task(move_streams(engine, 0, server, lambda: others))
     await asyncio.sleep(5)
     assert engine.told == []
-    server.leaving.set()
+    server.refuses.set()
     await asyncio.sleep(10)
     moving.cancel()
     assert engine.told == (sorted(streams, reverse=True) if moves else [])
@@ -75,57 +68,65 @@ async def test_the_longest_streams_move_first(others: list[list[str]], moves: bo
 
 async def test_streams_that_do_not_end_do_not_keep_others_from_moving() -> None:
     """Their clients read nothing, or no engine has a slot for them."""
-
-    async def ask(_: str) -> list[list[str]]:
-        return [["model"]]
-
     streams = {f"{number:02}": number for number in range(2 * AT_ONCE)}
     engine: Any = Engine(streams)
     engine.stuck = frozenset(sorted(streams)[AT_ONCE:])
-    server: Any = SimpleNamespace(leaving=asyncio.Event(), ongoing=len(streams))
-    server.leaving.set()
-    moving = asyncio.create_task(move_streams(engine, 0, server, SimpleNamespace(ask=ask)))  # type: ignore[arg-type]
+    server: Any = SimpleNamespace(refuses=asyncio.Event())
+    server.refuses.set()
+    moving = asyncio.create_task(move_streams(engine, 0, server, lambda: {"model"}))
     await asyncio.sleep(MOVES_S + 1)
     moving.cancel()
     assert engine.told == sorted(streams, reverse=True)
 
 
-class Server:
-    """An RPC server with calls until the engine has no streams."""
+@pytest.mark.parametrize("role", [Decode, Prefill])
+async def test_an_operator_drains_an_engine_and_resumes_it(role: type[EngineActor]) -> None:
+    """A drained engine refuses calls as a full one does: routers ask it again."""
+    server = RpcServer(cast("Any", None), 1)
 
-    def __init__(self, engine: Engine) -> None:
-        self.leaving, self._engine = asyncio.Event(), engine
+    class Replica(role):  # type: ignore[misc, valid-type]
+        replica, _rpc_servers = "r", (server,)
 
-    @property
-    def ongoing(self) -> int:
-        return len(self._engine.streams)
+        def __init__(self) -> None:
+            """Start no engine."""
 
-    async def drain(self) -> None:
-        self.leaving.set()
-        await self._engine.empty.wait()
+        def __del__(self) -> None:
+            """Replace Serve's hook."""
 
+    async def refusal() -> str | None:
+        failure = await server._refusal()  # noqa: SLF001
+        return None if failure is None else failure.kind
 
-class Replica(Decode):
-    """A decode replica without Serve; its streams would run for ever."""
-
-    def __init__(self) -> None:
-        self.engine: Any = Engine({"a": 1, "b": 2})
-        self._rpc_servers: Any = [Server(self.engine)]
-        self._others: Any = SimpleNamespace(ask=self.ask)
-
-    async def ask(self, method: str) -> list[list[str]]:
-        return [await getattr(self, method)(), ["model"]]
-
-    def __del__(self) -> None:  # type: ignore[override]
-        """Replace Serve's hook."""
-
-
-async def test_a_stopping_replica_is_empty_once_its_streams_have_moved() -> None:
     replica = Replica()
-    assert await replica.identities() == ["model"]
-    replica.engine.can_resume = False
-    assert await replica.identities() == []
-    await replica._drain()  # noqa: SLF001
-    assert replica.engine.told == ["b", "a"]
-    assert await replica.identities() == []
-    assert not [task for task in asyncio.all_tasks() if task.get_name() == "moves-streams" and not task.cancelling()]
+    found = [(await refusal(), await replica.record_routing_stats())]
+    for on in (True, False, True):
+        told = await replica.drain(on)
+        assert told == {"role": role.role, "replica": "r", "drained": on, "ongoing": 0}
+        found.append((await refusal(), await replica.record_routing_stats()))
+    assert found == [(None, {}), ("full", {"drained": True})] * 2
+    await server.drain()
+    await replica.drain(False)
+    assert await refusal() == "leaving"
+
+
+def engines(**of: dict[str, Any]) -> dict[str, EngineReplica]:
+    """Return engines by name, as routers and replicas read them from Serve's list."""
+    metadata = {name: replica_metadata(RpcAddress(name, 1, "key"), 9, slots=9) | one for name, one in of.items()}
+    publish("decode", metadata)
+    return dict(replicas_of("decode") or {})
+
+
+async def test_streams_move_to_engines_that_accept_calls() -> None:
+    """A replica of an earlier release does not announce that it resumes streams."""
+    listed = engines(
+        own={"identity": "a", "resumes": True},
+        other={"identity": "b", "resumes": True},
+        speculates={"identity": "c", "resumes": False},
+        earlier={"identity": "d"},
+        drained={"identity": "e", "resumes": True, "drained": True},
+    )
+    replica: Any = SimpleNamespace(replica="own", _peers=SimpleNamespace(engines=lambda: listed))
+    assert Decode._others(replica) == {"b"}  # noqa: SLF001
+    pool = SlotPool(lambda: listed)
+    assert "drained" not in pool.ongoing()
+    assert pool.take_now(SlotRequest(prefer=("drained",), avoid=listed.keys() - {"drained"})) is None

@@ -104,6 +104,7 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
 
     class Engine:
         slots = 1
+        can_resume = True
         ranks = range(1)
         described: tuple[dict[str, object], ...] = ({},)
 
@@ -126,12 +127,13 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
     monkeypatch.setattr(engine_actor.serve, "get_replica_context", lambda: SimpleNamespace(replica_id=ReplicaID()))
     monkeypatch.setattr(engine_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(Decode, "warm_up_new_pairs", warm_up_new_pairs)
+    monkeypatch.setattr(engine_actor.PeerReplicas, "engines", lambda _: {})
     monkeypatch.setattr(engine_actor, "grace_s", lambda setting: setting)
     decode = Unended.__new__(Unended)
     await Unended.__init__(decode, parse_settings({"transfer": {"node_lost_s": 0.001}}), SecretStr("x" * 16))
     assert await asyncio.wait_for(told.get(), 10) == "met."
     for task in asyncio.all_tasks():
-        if task.get_name() in ("watches-nodes", "meets-prefill-replicas"):
+        if task.get_name() in ("watches-nodes", "meets-prefill-replicas", "empties-the-engine"):
             task.cancel()
     assert told.empty()
 
@@ -151,7 +153,7 @@ async def test_a_prefill_engine_is_told_too(ray_says, monkeypatch):
         engine: Any
 
         def __init__(self) -> None:
-            self.engine = Engine()
+            self.engine, self._rpc_servers = Engine(), []
 
         async def start(self) -> None:
             await self._prepare(parse_settings({"transfer": {"node_lost_s": 0.001}}))

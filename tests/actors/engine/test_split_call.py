@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from actors.engine.asgi_call import Notices
-from actors.engine.engine_actor import Prefill
+from actors.engine.engine_actor import HANDED_BACK, Prefill
 from actors.engine.split_call import SplitCall
 from actors.errors import EngineDownError
 from actors.request import (
@@ -61,6 +61,7 @@ class PrefillEngine(Prefill):
 
     def __init__(self, behaviour: Behaviour, slots: int = 8) -> None:
         self._held = set()
+        self._computing = [{}]
         self._behaviour = behaviour
         self.engine: Any = NoEngine()
         self.computed = asyncio.Event()
@@ -68,7 +69,7 @@ class PrefillEngine(Prefill):
         self.running = 0
         self.server = RpcServer(partial(self.serve_request, 0), slots)
 
-    async def call(self, rank: int, call: Call) -> AsyncGenerator[Any, None]:
+    async def call(self, rank: int, call: Call, notices: Notices | None = None) -> AsyncGenerator[Any, None]:
         self.calls.append(call)
         self.running += 1
         try:
@@ -113,6 +114,17 @@ async def lives(_: PrefillEngine) -> AsyncGenerator[Any, None]:
     while True:
         yield Heartbeat()
         await asyncio.sleep(0.01)
+
+
+async def stops(engine: PrefillEngine) -> AsyncGenerator[Any, None]:
+    """Stop before the prompt has begun."""
+    engine.server._stop()  # noqa: SLF001 - `drain` waits for the call
+    yield HANDED_BACK
+
+
+async def is_drained(engine: PrefillEngine) -> AsyncGenerator[Any, None]:
+    engine.server.refuse_calls(True)
+    yield HANDED_BACK
 
 
 async def samples_and_dies(engine: PrefillEngine) -> AsyncGenerator[Any, None]:
@@ -249,6 +261,9 @@ DONE = ["accepted", "computed"]
         pytest.param(["full"], {"refused_s": 0.1}, ["full", "no_prefill"], id="all are full"),
         pytest.param(["leaving", computes], {}, ["leaving", *DONE], id="leaving"),
         pytest.param(["leaving"], {}, ["leaving", "no_prefill"], id="all leave"),
+        pytest.param([is_drained, computes], {}, ["accepted", "full", *DONE], id="drained before it begins"),
+        pytest.param([stops, computes], {}, ["accepted", "leaving", *DONE], id="stops before it begins"),
+        pytest.param([stops], {}, ["accepted", "leaving", "no_prefill"], id="stops, alone"),
         pytest.param([answers(400), computes], {}, ["accepted", "rejected", "prefill_failed"], id="rejected"),
         pytest.param([answers(500), computes], {}, ["accepted", "failed", *DONE], id="HTTP 500"),
         pytest.param([dies, computes], {}, ["accepted", "failed", *DONE], id="its engine dies"),

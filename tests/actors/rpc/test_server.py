@@ -148,6 +148,22 @@ async def test_a_stopping_router_keeps_engines(world: World, monkeypatch: pytest
     await asyncio.wait_for(stopping, WAIT_S)
 
 
+async def test_a_stopping_router_keeps_no_engine_that_others_replace(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a rolling update Serve lists other engines: the stopping one need not wait for routers."""
+    engines = dict(engine_pool.replicas_of("any") or {})
+    world.engines.leave()
+    async with AsyncExitStack() as stack:
+        await items(await world.call("ends", stack))  # the engine has received KEEP
+    stopping = asyncio.create_task(world.server.drain())
+    await asyncio.sleep(0.1)
+    assert not stopping.done()
+    monkeypatch.setattr(engine_pool, "replicas_of", lambda _: {"other": engines["e"]})
+    engine_pool.publish("engines", {})
+    await asyncio.wait_for(stopping, WAIT_S)
+
+
 async def test_an_engine_that_has_left_cannot_be_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopping router does not call an engine that refuses calls before it receives KEEP."""
     engines = engine_pool.replicas_of("any")

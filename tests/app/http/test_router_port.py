@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +13,19 @@ from typing import Any
 import httpx
 import pytest
 
+from actors.engine.engine_actor import EngineActor
 from actors.engine_pool import engines
 from actors.request import Accepted, ResponseStart
 from actors.router import router
 from actors.rpc.address import RpcAddress
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
-from app import main
+from app import drain, main
 from app.http import http_server
 from app.http.http_server import SERVICE_PATH
 from app.main import DeployedModel, HttpRouter
+from configs.settings.auth import OPERATOR_KEYS_VARIABLE
+from configs.settings.base import RoleName
 from configs.settings.router import RouterSettings
 from testing.certificates import Authority
 from testing.ports import free_port
@@ -209,3 +212,71 @@ async def test_a_request_is_in_the_access_log_unless_it_is_off(settings: dict[st
     (line,) = files.pop("access-r1.log")
     assert (line["request_id"], line["status"], line["route"], line["decode"]) == ("trace-7", 200, "local", "d0")
     assert files == {}
+
+
+class Drainable(EngineActor):
+    """An engine's actor without an engine; a call runs until `go_on` is set."""
+
+    def __init__(self, role: RoleName, replica: str) -> None:
+        self.role, self.replica, self.go_on = role, replica, asyncio.Event()
+        self._changes_adapters = False
+        self._rpc_servers = [RpcServer(self._run, 2, self._router_methods(0))]
+
+    async def _run(self, *_: Any) -> AsyncGenerator[Any, None]:
+        yield Accepted(self.replica, 1)
+        await self.go_on.wait()
+        yield ResponseStart(200, JSON)
+        yield b"{}"
+
+    async def open(self) -> dict[str, Any]:
+        metadata = replica_metadata(await self._rpc_servers[0].open(HOST, 0), 10, slots=2)
+        return {self.replica: metadata | await self.record_routing_stats()}
+
+    def __del__(self) -> None:  # type: ignore[override]
+        """Replace Serve's hook."""
+
+
+async def test_an_operator_drains_an_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`tandem drain` ends when the engine is empty. The last decode engine is not drained."""
+    monkeypatch.setattr(drain, "POLL_S", 0.01)
+    monkeypatch.setenv(OPERATOR_KEYS_VARIABLE, "otto")
+    d, e, p = Drainable("decode", "d-1"), Drainable("decode", "e-1"), Drainable("prefill", "p-1")
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(listening())
+        client.headers["Authorization"] = "Bearer otto"
+        listed = [await one.open() for one in (d, e, p)]
+        for one in (d, e, p):
+            stack.push_async_callback(one._rpc_servers[0].close)  # noqa: SLF001
+        stack.callback(engines.publish, DECODE, {})
+        engines.publish(DECODE, listed[0])
+        call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
+        while not d.ongoing:  # noqa: ASYNC110 - the server has no event for it
+            await asyncio.sleep(0.01)
+        engines.publish(DECODE, listed[0] | listed[1])
+        engines.publish(PREFILL, listed[2])
+
+        async def run(*arguments: str) -> tuple[int, str]:
+            status = await asyncio.to_thread(drain.main, [*arguments, "--url", str(client.base_url)])
+            said = capsys.readouterr()
+            return status, said.out + said.err
+
+        assert await run("d", "--timeout-s", "0") == (
+            1,
+            "  0 s: decode d-1 has 1 sequences left\n"
+            "tandem drain: 1 sequences run after 0 s; decode d-1 stays drained: --undo\n",
+        )
+        status, said = await run("e")
+        assert (status, "no other decode engine" in said) == (1, True)
+        d.go_on.set()
+        assert (await call).status_code == 200
+        status, said = await run("d")
+        assert (status, said.splitlines()[-1].startswith("Empty.")) == (0, True), said
+        assert await run("d", "--undo") == (0, "decode d-1 accepts requests again.\n")
+        assert (await run("p"))[0] == 0
+        status, said = await run("x")
+        assert (status, "decode d-1, decode e-1, prefill p-1" in said) == (1, True), said
+        monkeypatch.setenv(OPERATOR_KEYS_VARIABLE, "anna")
+        assert (await run("d"))[1] == ("tandem drain: a valid API key is required: send `Authorization: Bearer KEY`\n")
+        assert not d._drained  # noqa: SLF001

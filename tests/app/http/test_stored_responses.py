@@ -45,7 +45,7 @@ class Engine:
         )
         self.app = cast(Any, app)
 
-    def serve(self, call: Call, _: int) -> AsyncGenerator[Any, None]:
+    def serve(self, call: Call, *_: Any) -> AsyncGenerator[Any, None]:
         return call_asgi(self.app, call, disconnect_s=0.1)
 
     def found(self, wanted: str | None, **more: Any) -> Response:
