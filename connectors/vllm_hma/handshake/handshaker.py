@@ -148,15 +148,11 @@ class Handshaker:
         with contextlib.ExitStack() as handshakes:
             try:
                 found = self._shake_hands(engine, handshakes)
-            except TandemError as error:
-                logger.warning("Tandem: cannot connect to prefill engine %s: %s", engine.incarnation, error)
-                failure = str(error)
             except Exception as error:
-                logger.exception(
-                    "Tandem: the handshake with prefill engine %s failed, so transfers that wait for it fail",
-                    engine.incarnation,
-                )
-                failure = f"the handshake failed: {error!r}"
+                expected = isinstance(error, TandemError)
+                failure = str(error) if expected else f"the handshake failed: {error!r}"
+                where = engine.incarnation
+                logger.warning("Tandem: cannot connect to prefill engine %s: %s", where, failure, exc_info=not expected)
             # Cleared before the callback, so that a later request starts another handshake.
             with self._lock:
                 self._connecting.discard(engine.incarnation)

@@ -12,7 +12,6 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from connectors.forgotten import ForgottenKeys
 from connectors.vllm_hma.model.weights import digest_file
 from connectors.vllm_hma.upstream.vllm_adapter_loads import watch_adapter_loads
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADAPTERS_KEPT = 10_000
+ADAPTERS_KEPT = 100_000
 
 _FOLDERS_KEPT = 1024
 
@@ -60,7 +59,7 @@ class AdapterLoads:
     - a path whose weights vLLM has replaced by those of another path with the same id: requests
       with the first path then use the other weights, and vLLM's prefix cache may have KV of both,
     - files that changed, or that this process could not read, while vLLM read them,
-    - a path that is not among the ADAPTERS_KEPT loaded or used last.
+    - an adapter after the first ADAPTERS_KEPT.
     """
 
     def __init__(self) -> None:
@@ -68,8 +67,7 @@ class AdapterLoads:
         self.replaced = 0
         # How often a load has added or changed identities.
         self.loads = 0
-        self._identities: dict[Adapter, str] = {}  # by last use
-        self._forgotten = ForgottenKeys()
+        self._identities: dict[Adapter, str] = {}
         self._read: dict[Path, tuple[_State, str]] = {}
 
     @property
@@ -77,10 +75,7 @@ class AdapterLoads:
         return self._identities
 
     def identity(self, adapter: Adapter) -> str:
-        if adapter not in self._identities:
-            return UNKNOWN
-        identity = self._identities[adapter] = self._identities.pop(adapter)
-        return identity
+        return self._identities.get(adapter, UNKNOWN)
 
     @contextlib.contextmanager
     def reading(self, request: LoRARequest, folder: Path) -> Iterator[None]:
@@ -115,20 +110,15 @@ class AdapterLoads:
             return
         self.loads += 1
         before = dict(self._identities)
-        if adapter.path in self._forgotten:
+        if adapter in before or len(before) < ADAPTERS_KEPT:
+            self._identities[adapter] = content
+        else:
             content = UNKNOWN
-        self._identities[adapter] = content
         mixed = {each.path for each in before if each.number == adapter.number} - {adapter.path}
         if {content, *(identity for each, identity in before.items() if each.path == adapter.path)} != {content}:
             mixed.add(adapter.path)
         if mixed or content == UNKNOWN:
             self._make_unknown(mixed, before)
-        if len(self._identities) > ADAPTERS_KEPT:
-            oldest = next(iter(self._identities))
-            del self._identities[oldest]
-            if all(each.path != oldest.path for each in self._identities):
-                self._forgotten.add(oldest.path)
-            self.replaced += 1
 
     def _make_unknown(self, paths: AbstractSet[str], before: Mapping[Adapter, str]) -> None:
         for each in self._identities:
@@ -153,16 +143,13 @@ class AdapterChanges:
         self._taken_at = 0
 
     def take(self) -> dict[Adapter, str]:
-        """Return the changes since the last call; forgotten adapters are UNKNOWN."""
+        """Return the changes since the last call."""
         if self._taken_at == self._loads.loads:  # each step calls
             return {}
         self._taken_at, loaded = self._loads.loads, self._loads.identities
         changed = {each: identity for each, identity in loaded.items() if self._taken.get(each) != identity}
-        gone = [each for each in self._taken if each not in loaded]
-        for each in gone:
-            del self._taken[each]
         self._taken |= changed
-        return changed | dict.fromkeys(gone, UNKNOWN)
+        return changed
 
 
 _LOADS = AdapterLoads()

@@ -7,11 +7,13 @@ the progress thread answers peers, polls writes and checks deadlines meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -54,7 +56,6 @@ from connectors.vllm_hma.worker_side.accelerator import set_thread_device
 from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, StepFence, Steps, Zeroed
 from connectors.vllm_hma.worker_side.trace import Trace
-from connectors.vllm_hma.worker_side.verifier import Verifier
 from connectors.vllm_hma.worker_side.writes import Writes
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,11 @@ class WorkerRuntime:
             set_device,
         )
         self._probe = WorkerProbe(config.limits.cancel_s, config.keys.identity, self._worker_lost, set_device)
-        self._verifier = Verifier(set_device, self._verified)
+        self._set_device = set_device
+        # No initializer: a failed one would make the pool refuse all work.
+        self._verifier = ThreadPoolExecutor(1, "tandem-verify")
+        # Start the thread now: a later submission that cannot start it would never run.
+        self._verifier.submit(set_device)
         self._progress_thread = ProgressThread(self._progress, _IDLE_S, set_device)
         self._progress_thread.start()
 
@@ -302,7 +307,7 @@ class WorkerRuntime:
         self._progress_thread.close()
         self._handshaker.close()
         self._probe.close()
-        self._verifier.close()
+        self._verifier.shutdown(cancel_futures=True)
         with self._lock:
             self._transport.close()
             self._trace.close()
@@ -436,7 +441,8 @@ class WorkerRuntime:
                     self._ended(request_id, failure)
                 self._trace.event("due", request=request_id, transfer=transfer_id, failure=failure)
             case Verify() as verify:
-                self._verifier.submit(verify)
+                with contextlib.suppress(RuntimeError):  # after ``close``
+                    self._verifier.submit(self._verify, verify)
             case Received(request_id, failure, quarantine):
                 self._received[request_id] = failure
                 if quarantine is not None:
@@ -496,7 +502,7 @@ class WorkerRuntime:
         self._perform([Received(receive.request_id, reason)])
         self._perform(self._consumer.release(receive.transfer_id, receive.producer, now))
 
-    # Callbacks from other threads.
+    # Work and callbacks of other threads.
 
     def _connected(self, incarnation: str, found: list[Partner]) -> None:
         with self._lock:
@@ -506,7 +512,14 @@ class WorkerRuntime:
         with self._lock:
             self._perform(self._consumer.connect_failed(incarnation, reason, time.monotonic()))
 
-    def _verified(self, verify: Verify, problem: str | None, started_at: float) -> None:
+    def _verify(self, verify: Verify) -> None:
+        started_at = time.monotonic()
+        try:
+            self._set_device()
+            problem = verify.problem()
+        except Exception as error:
+            logger.exception("Tandem: cannot verify the KV of transfer %s, so the transfer fails", verify.transfer_id)
+            problem = f"computing the digest failed: {error!r}"
         with self._lock:
             now = time.monotonic()
             # Without an expected digest, units that have arrived before Fin were hashed.
