@@ -11,6 +11,7 @@ import pytest
 
 from connectors.store.tiers.staging import Staging
 from testing.memory_transport import Fabric
+from tests.vllm_contract.stored_prompt import Host
 from tests.vllm_contract.workers import SHORT, Worker
 
 
@@ -40,3 +41,11 @@ def staging(tmp_path: Path) -> Iterator[Staging]:
     made = Staging(1 << 20, tmp_path)
     yield made
     made.close()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    made = Host(tmp_path / "store")
+    yield made
+    for scheduler in made.schedulers:
+        scheduler.close()

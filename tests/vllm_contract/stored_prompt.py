@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
@@ -56,14 +54,6 @@ class Host:
             assert offset is not None
             store.commit(ref, ObjectName(store.space, chain.key(ref), ref.group, ref.end_token), offset)
         until(store.idle)
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    made = Host(tmp_path / "store")
-    yield made
-    for scheduler in made.schedulers:
-        scheduler.close()
 
 
 def new_request(scheduler: StoreScheduler, name: str = "r") -> Request:

@@ -35,10 +35,8 @@ from connectors.vllm_hma.worker_side.worker import WorkerConnector
 from testing.adapters import ADAPTED, RANK, lora_adapter
 from tests.vllm_contract import scheduler_sides as sides
 from tests.vllm_contract.caches import cache_config, full, vllm_config
-from tests.vllm_contract.stored_prompt import PROMPT, Host, host, reserve
+from tests.vllm_contract.stored_prompt import PROMPT, Host, reserve
 from tests.vllm_contract.workers import ARRIVED, EXPECT, FAILED, SENT, WHOLE, Worker, receive, results, until
-
-__all__ = ["host"]
 
 WEIGHTS = "adapter_model.safetensors"
 

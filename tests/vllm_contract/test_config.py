@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -139,3 +141,15 @@ def test_each_data_parallel_rank_has_its_own_port() -> None:
     assert with_port_of_rank(free, 2) == free
     with pytest.raises(ConfigurationError, match="rank 1 would listen on port 65536"):
         with_port_of_rank(parse_config({"side_channel_port": 65535}), 1)
+
+
+def test_with_a_secret_an_engine_of_a_ray_cluster_listens_on_the_nodes_address() -> None:
+    program = """
+import ray
+ray.init(address="local", num_cpus=0, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.2")
+from connectors.vllm_hma.config import parse_config
+for more in ({}, {"side_channel_host": "127.0.0.3"}):
+    print(*(parse_config(more | {"secret": secret}).reachable_host for secret in ("", "s" * 16)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-4:] == ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.3"]

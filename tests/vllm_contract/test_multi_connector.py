@@ -1,10 +1,9 @@
-"""TandemMultiConnector beside vLLM's MultiConnector, over the same children, with the same
-calls.
-"""
+"""TandemMultiConnector beside vLLM's MultiConnector, and the metrics of Tandem's children."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from prometheus_client import REGISTRY
-from vllm.config import VllmConfig
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -31,30 +30,224 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.request import Request, RequestStatus
 
+from actors.replay_log import KvArrivals, KvTimes
 from connectors.codec import encode_agent_metadata
 from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import AgentMetadata
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps
-from connectors.vllm_hma.metrics import TandemStats
+from connectors.vllm_hma.metrics import ARRIVALS_KEPT, PEERS_KEPT, RankTally, TandemPromMetrics, TandemStats
 from connectors.vllm_hma.multi_connector import MultiHandshakeMetadata, TandemMultiConnector
 from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Orders
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from testing.connector_state import snapshot
+from tests.campaigns.schedules.scheduling import Engine
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, child, connector_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import CACHE
-from tests.vllm_contract.test_metrics import build, collectors, value
-from tests.vllm_contract.workers import EXPECT, FAILED, IDENTITY, SENT, Worker, layout_of, receive, results, until
+from tests.vllm_contract.workers import (
+    ARRIVED,
+    BLOCK_BYTES,
+    EXPECT,
+    FAILED,
+    IDENTITY,
+    SENT,
+    Worker,
+    both_ends,
+    layout_of,
+    let_go,
+    receive,
+    results,
+    until,
+)
 
+# ---- metrics -------------------------------------------------------------------------------------
+
+
+def collectors() -> set[Any]:
+    """Return all registered metrics."""
+    return set(REGISTRY._collector_to_names)  # noqa: SLF001 - prometheus_client lists samples only
+
+
+def build(kind: Any, **extra: Any) -> Any:
+    """Register a connector's metrics as vLLM does."""
+    types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    config = VllmConfig(kv_transfer_config=connector_config(kind.__name__, **extra))
+    return kind.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[..., Any]]:
+    """Register a connector's metrics as vLLM does."""
+    unregister_vllm_metrics()  # metrics of an engine that other tests started in this process
+    known = collectors()
+    yield build
+    for collector in collectors() - known:
+        REGISTRY.unregister(collector)
+
+
+@pytest.fixture
+def metrics(registered: Callable[..., Any]) -> TandemPromMetrics:
+    made: TandemPromMetrics = registered(TandemConnector)
+    return made
+
+
+def carried(stats: dict[str, Any]) -> Any:
+    """Return stats as vLLM carries them between processes."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(stats))
+
+
+def value(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, {"model_name": "m", "engine": "0", **labels})
+
+
+def observe(metrics: TandemPromMetrics, *steps: TandemStats | None) -> None:
+    """Carry the stats of one step's ranks to the metrics as vLLM does."""
+    ranks = [stats for stats in steps if stats is not None]
+    if ranks:
+        whole = ranks[0]
+        for other in ranks[1:]:
+            whole = whole.aggregate(other)
+        metrics.observe(carried(whole.to_dict()))
+
+
+def test_a_transfer_is_counted_from_its_offer_to_its_end(
+    metrics: TandemPromMetrics, worker: Callable[..., Worker]
+) -> None:
+    """Bytes count when they are sent, the write when it ends, and no transfer remains in
+    progress.
+    """
+    producer, consumer = both_ends(worker)
+    observe(metrics, producer.runtime.stats())
+    assert value("vllm:tandem_kv_sent_bytes_total", group="0") == 2 * BLOCK_BYTES
+    assert value("vllm:tandem_kv_writes_total", outcome="done") is None
+    assert value("vllm:tandem_kv_transfers", stage="live") == 1
+    let_go(producer)
+    assert results(consumer) == ARRIVED
+    producer.step(finished=[SENT])
+    observe(metrics, producer.runtime.stats())
+    assert value("vllm:tandem_kv_writes_total", outcome="done") == 1
+    peer = consumer.runtime.agent_metadata.incarnation
+    assert value("vllm:tandem_kv_pair_bytes_total", peer=peer) == 2 * BLOCK_BYTES
+    assert (value("vllm:tandem_kv_pair_seconds_total", peer=peer) or 0) > 0
+    assert value("vllm:tandem_kv_transfers", stage="live") == value("vllm:tandem_kv_transfers", stage="held") == 0
+    assert producer.runtime.stats() is None
+
+
+def test_what_is_held_up_shows_until_it_ends(metrics: TandemPromMetrics, impatient: Callable[..., Worker]) -> None:
+    """A write hangs after hang_s. Its producer does not answer the consumer's Cancel meanwhile, so
+    the consumer's blocks are in quarantine.
+    """
+    producer, consumer = both_ends(impatient)
+
+    def held_up() -> list[tuple[int, float | None]]:
+        found = []
+        for worker, kind in ((consumer, "quarantined"), (producer, "hanging")):
+            observe(metrics, worker.runtime.stats())
+            found.append((worker.runtime.counts()[kind], value(f"vllm:tandem_kv_{kind}")))
+        return found
+
+    assert held_up() == [(0, 0), (0, 0)]
+    consumer.step(aborts=["r"])
+    until(lambda: held_up() == [(1, 1), (1, 1)])
+    let_go(producer)
+    until(lambda: held_up() == [(0, 0), (0, 0)])
+
+
+def test_ranks_add_up_what_they_count_and_share_what_they_hold(metrics: TandemPromMetrics) -> None:
+    """Two ranks have the same transfers, each with its own bytes."""
+    ranks = RankTally(0), RankTally(1)
+    for rank, size in zip(ranks, (10, 20), strict=True):
+        rank.sent_bytes(1, size)
+    observe(metrics, *(rank.take({"held": 3, "remembered": 9}) for rank in ranks))
+    assert value("vllm:tandem_kv_sent_bytes_total", group="1") == 30
+    assert value("vllm:tandem_kv_transfers", stage="held") == 3
+    for held, shown in (((2, 3), 3), ((2, 0), 2)):  # a silent rank has not changed
+        observe(metrics, *(rank.take({"held": count}) for rank, count in zip(ranks, held, strict=True)))
+        assert value("vllm:tandem_kv_transfers", stage="held") == shown
+
+
+def test_peers_are_few(metrics: TandemPromMetrics) -> None:
+    """Each start of a decode engine is another peer: the least recently used series are removed."""
+    tally = RankTally(0)
+    for number in range(PEERS_KEPT + 10):
+        tally.written("busy", 1, 0.1, slow=False)
+        tally.written(f"e{number}", 1, 0.1, slow=False)
+        observe(metrics, tally.take({}))
+    peers = {
+        sample.labels["peer"] for family in REGISTRY.collect() for sample in family.samples if "peer" in sample.labels
+    }
+    assert len(peers) == PEERS_KEPT
+    assert {"busy", f"e{PEERS_KEPT + 9}"} <= peers
+    assert value("vllm:tandem_kv_pair_bytes_total", peer="busy") == PEERS_KEPT + 10
+
+
+def test_kv_has_arrived_when_the_last_rank_has_it() -> None:
+    """A transfer starts with the first rank's request, and fails if it fails on one rank."""
+    ranks = RankTally(0), RankTally(1)
+    for rank, asked_at, ended_at in zip(ranks, (10.0, 11.0), (15.0, 14.0), strict=True):
+        rank.asked("r", asked_at)
+        rank.asked("s", asked_at)
+        rank.ended("r", ended_at, failed=False)
+    ranks[1].ended("s", 20.0, failed=True)
+    ranks[0].ended("s", 21.0, failed=False)
+    first, second = (rank.take({}) or TandemStats() for rank in ranks)
+    first.fetched("r", 9.0, 9.5)
+    found = carried(first.aggregate(second).to_dict())
+    arrivals = KvArrivals()
+    for request_id in ("r", "s", "never"):
+        arrivals.expect(request_id)
+    arrivals.observe(found)
+    arrivals.observe(None)
+    assert arrivals.take("r") == KvTimes((10.0, 15.0, False), (9.0, 9.5))
+    assert arrivals.take("s") == KvTimes((10.0, 21.0, True))
+    assert arrivals.take("never") == KvTimes()
+    arrivals.observe(found)
+    assert arrivals.take("r") == KvTimes(), "an unexpected transfer is not recorded"
+
+
+def test_arrivals_that_nobody_asks_for_do_not_pile_up() -> None:
+    """vLLM adds reports up until its log reads them, which it may never do."""
+    whole = TandemStats()
+    for number in range(3000):
+        step = TandemStats()
+        step.arrived(f"r{number}", 1.0, 2.0, False)
+        whole.aggregate(step)
+    assert len(whole.data["arrivals"]) == ARRIVALS_KEPT
+    assert "r2999" in whole.data["arrivals"]
+
+
+def test_a_second_engine_of_a_process_registers_its_own(metrics: TandemPromMetrics) -> None:
+    """vLLM unregisters the metrics of the previous engine."""
+    unregister_vllm_metrics()
+    second = build(TandemConnector)
+    tally = RankTally(0)
+    tally.write_ended("done")
+    observe(second, tally.take({}))
+    assert value("vllm:tandem_kv_writes_total", outcome="done") == 1
+
+
+def test_the_log_line_of_an_interval_adds_its_steps() -> None:
+    """vLLM itself adds the steps' stats up for its periodic line."""
+    steps = TandemStats(), TandemStats()
+    for stats in steps:
+        stats.count("requests", "received", 2)
+        stats.count("bytes", "0", 1_500_000)
+    rebuilt = [TandemConnector.build_kv_connector_stats(stats.to_dict()) for stats in steps]
+    assert rebuilt[0].aggregate(rebuilt[1]).reduce() == {"KV received": 4, "MB sent": 3.0}
+    assert TandemConnector.build_kv_connector_stats(None).is_empty()
+
+
+# ---- tandem multi connector ----------------------------------------------------------------------
+
+
+BOUND = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
 TANDEM, STORE = child(), child("TandemStoreConnector")
 PROMPT = list(range(10, 10 + 4 * BLOCK_TOKENS))
 ENCODED = EncodedAgentMetadata(encode_agent_metadata(AgentMetadata("me", IDENTITY, layout_of(1 << 20), "memory", b"")))
 
 
 class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
-    """A child with HMA support that returns ``answers`` in turn, the last one repeatedly, and
-    records its calls.
-    """
+    """A child that returns ``answers`` in turn, the last one repeatedly, and records its calls."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -84,13 +277,9 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+    def start_load_kv(self, *_: Any, **__: Any) -> None: ...
 
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
-
-    def wait_for_save(self) -> None: ...
+    wait_for_layer_load = save_kv_layer = wait_for_save = start_load_kv
 
 
 def scripted(*answers: int | None) -> dict[str, Any]:
@@ -133,6 +322,16 @@ def request(**params: Any) -> Request:
     return Request("r", PROMPT, SamplingParams(max_tokens=1, extra_args=extra), None)
 
 
+def tandem_of(connector: MultiConnector, index: int = 1) -> TandemConnector:
+    tandem = connector.sub_connectors[index]
+    assert isinstance(tandem, TandemConnector)
+    return tandem
+
+
+def scripted_of(connector: MultiConnector) -> list[ScriptedConnector]:
+    return [each for each in connector.sub_connectors if isinstance(each, ScriptedConnector)]
+
+
 def ask(connector: MultiConnector, asked: Request) -> tuple[int | None, int | None]:
     """(matched tokens, number of the child that will load them)."""
     tokens, _ = connector.get_num_new_matched_tokens(asked, 0)
@@ -169,31 +368,16 @@ def test_the_choice_beside_vllms(
     assert ask(make(MultiConnector, *children), request()) == theirs
 
 
-@pytest.fixture
-def registered() -> Iterator[Callable[..., Any]]:
-    """Register a connector's metrics for its children, as vLLM does."""
-    unregister_vllm_metrics()
-    known = collectors()
-
-    def register(kind: type[MultiConnector], *children: dict[str, Any]) -> Any:
-        return build(kind, connectors=list(children))
-
-    yield register
-    for collector in collectors() - known:
-        REGISTRY.unregister(collector)
-
-
 @pytest.mark.parametrize("kind", [TandemMultiConnector, MultiConnector])
 def test_tandems_children_share_their_metrics(registered: Callable[..., Any], kind: type[MultiConnector]) -> None:
     """prometheus_client refuses two metrics of one name, and the server did not start."""
-    metrics = registered(kind, TANDEM, STORE)
+    metrics = registered(kind, connectors=[TANDEM, STORE])
     log = KVConnectorLogging(connector_config(kind.__name__, connectors=[TANDEM, STORE]))
     for name in ("TandemConnector", "TandemStoreConnector"):
         stats = TandemStats()
         stats.count("store_tokens", "hit", 5)
-        carried = msgspec.msgpack.decode(msgspec.msgpack.encode({name: stats.to_dict()}))
-        metrics.observe(carried)
-        log.observe(carried)
+        metrics.observe(carried({name: stats.to_dict()}))
+        log.observe(carried({name: stats.to_dict()}))
     assert value("vllm:tandem_store_tokens_total", outcome="hit") == 10
     assert not log.transfer_stats_accumulator.is_empty()
 
@@ -205,19 +389,19 @@ def test_children_do_not_replace_each_others_numbers(
 ) -> None:
     names = (first, "TandemStoreConnector")
     children = [child(name, store={"path": str(tmp_path / f"{i}"), "chunk_tokens": 16}) for i, name in enumerate(names)]
-    connector, metrics = make(kind, *children), registered(kind, *children)
+    connector, metrics = make(kind, *children), registered(kind, connectors=children)
     running = []
-    for each in connector.sub_connectors:
-        assert isinstance(each, TandemConnector)
-        each.store.publish([CACHE])
-        running.append(each.store.store.running)
+    for index in range(2):
+        store = tandem_of(connector, index).store
+        store.publish([CACHE])
+        running.append(store.store.running)
     for numbers in ((0, 1), (3, 0), (3, 2), (0, 2), (0, 0)):
         for fetches, number in zip(running, numbers, strict=True):
             fetches.clear()
             fetches.update(range(number))
         stats = connector.get_kv_connector_stats()
         assert stats is not None
-        metrics.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())))
+        metrics.observe(carried(stats.to_dict()))
         assert value("vllm:tandem_store_pending_loads") == max(numbers)
 
 
@@ -227,27 +411,19 @@ def test_a_child_that_answers_late_is_chosen_then(make: Make) -> None:
     asked = request()
     assert [ask(connector, asked) for _ in range(3)] == [(None, None), (32, 1), (96, 0)]
     connector.update_state_after_alloc(asked, KVCacheBlocks(([],)), 96)
-    first, second = connector.sub_connectors
-    assert isinstance(first, ScriptedConnector)
-    assert isinstance(second, ScriptedConnector)
-    assert (first.allocated, second.allocated) == ([96], [0])
+    assert [each.allocated for each in scripted_of(connector)] == [[96], [0]]
 
 
 def test_tandem_beside_a_store(make: Make) -> None:
-    """A bound transfer offers all tokens but the last; a child with more weight and fewer tokens
-    wins at three times.
-    """
-    params = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "e", "remote_host": "h"}
+    """A bound transfer offers all tokens but the last; more weight lets fewer tokens win."""
     for weight, chosen in ((1, 0), (3, 1)):
         connector = make(TandemMultiConnector, TANDEM, scripted(2 * BLOCK_TOKENS), load_weights=[1, weight])
-        asked = request(**params, remote_port=1)
+        asked = request(**BOUND, transfer_id="t")
         connector.on_new_request(asked)
         assert ask(connector, asked) == ((len(PROMPT) - 1, 0) if chosen == 0 else (2 * BLOCK_TOKENS, 1))
         connector.update_state_after_alloc(asked, KVCacheBlocks(([],)), 0 if chosen else len(PROMPT) - 1)
-        tandem = connector.sub_connectors[0]
-        assert isinstance(tandem, TandemConnector)
         # The transfer that was not chosen is released at once: prefill holds no blocks for it.
-        found = snapshot(tandem.scheduler)
+        found = snapshot(tandem_of(connector, 0).scheduler)
         assert found.consumptions == frozenset()
         assert found.receptions == (frozenset() if chosen else {"r"})
 
@@ -256,9 +432,7 @@ def test_a_store_is_waited_for_while_no_other_child_has_tokens(make: Make, tmp_p
     """A store's lookups answer in a later step, while a child without tokens answers at once."""
     settings = {"path": str(tmp_path / "store"), "chunk_tokens": 16, "lookup_s": 5.0}
     connector = make(TandemMultiConnector, scripted(0, 0, 32), child("TandemStoreConnector", store=settings))
-    second = connector.sub_connectors[1]
-    assert isinstance(second, TandemStoreConnector)
-    second.store.publish([CACHE])
+    tandem_of(connector).store.publish([CACHE])
     asked = request()
     connector.on_new_request(asked)
     assert ask(connector, asked) == (None, None)
@@ -270,16 +444,13 @@ def test_a_deferred_transfer_is_waited_for(make: Make) -> None:
 
     A transfer is deferred while it waits for its turn, or while another choice receives its prompt.
     """
-    params = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
     connector = make(TandemMultiConnector, TANDEM, scripted(0, 0, 0, 16))
-    legs = {name: {"kv_transfer_params": params | {"transfer_id": name[:2]}} for name in ("t1", "t2", "t2 b")}
+    legs = {name: {"kv_transfer_params": BOUND | {"transfer_id": name[:2]}} for name in ("t1", "t2", "t2 b")}
     first, queued, choice = (Request(name, PROMPT, SamplingParams(extra_args=leg), None) for name, leg in legs.items())
     for each in (first, queued, choice):
         connector.on_new_request(each)
-    assert connector.get_num_new_matched_tokens(first, 0) == (len(PROMPT) - 1, True)
-    assert connector.get_num_new_matched_tokens(queued, 0) == (None, False)
-    assert connector.get_num_new_matched_tokens(choice, 0) == (None, False)
-    assert connector.get_num_new_matched_tokens(queued, 0) == (16, False)
+    found = [connector.get_num_new_matched_tokens(each, 0) for each in (first, queued, choice, queued)]
+    assert found == [(len(PROMPT) - 1, True), (None, False), (None, False), (16, False)]
 
 
 def test_a_child_without_hma_is_named(make: Make, tmp_path: Path) -> None:
@@ -304,10 +475,8 @@ def test_a_producer_has_no_receiving_child(make: Make) -> None:
 
 def test_preemptions_reach_every_child(make: Make) -> None:
     connector = make(TandemMultiConnector, scripted(0), scripted(0))
-    step = SchedulerOutput.make_empty()
-    meta = connector.build_connector_meta(step)
-    connector.handle_preemptions(meta)
-    assert [len(each.preempted) for each in connector.sub_connectors if isinstance(each, ScriptedConnector)] == [1, 1]
+    connector.handle_preemptions(connector.build_connector_meta(SchedulerOutput.make_empty()))
+    assert [len(each.preempted) for each in scripted_of(connector)] == [1, 1]
 
 
 @pytest.mark.parametrize("streaming", ["chunk", "layer"])
@@ -320,9 +489,7 @@ def test_kv_of_another_childs_failed_load_is_not_sent(
     producer, consumer = worker("p", streaming=streaming), worker("c")
     producer.cache[:] = 0xEE
     connector = make(TandemMultiConnector, scripted(0), TANDEM, role=KVConnectorRole.WORKER)
-    other, tandem = connector.sub_connectors
-    assert isinstance(other, ScriptedConnector)
-    assert isinstance(tandem, TandemConnector)
+    (other,), tandem = scripted_of(connector), tandem_of(connector)
     tandem.worker._runtime = producer.runtime  # noqa: SLF001
     tandem._spoiled = SpoiledSteps(batches=2)  # noqa: SLF001
 
@@ -359,9 +526,7 @@ def test_another_childs_asynchronous_load_spoils_no_step(make: Make, worker: Cal
     reads its blocks.
     """
     connector = make(TandemMultiConnector, scripted(0), TANDEM, role=KVConnectorRole.WORKER)
-    other, tandem = connector.sub_connectors
-    assert isinstance(other, ScriptedConnector)
-    assert isinstance(tandem, TandemConnector)
+    (other,), tandem = scripted_of(connector), tandem_of(connector)
     tandem.worker._runtime = worker("p").runtime  # noqa: SLF001
     connector.bind_connector_metadata(MultiKVConnectorMetadata((KVConnectorMetadata(), Orders())))
     connector.wait_for_save()
@@ -376,9 +541,7 @@ def test_every_child_gets_its_own_handshake(make: Make) -> None:
     connector = make(TandemMultiConnector, scripted(0), TANDEM)
     metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {(0, 0): MultiHandshakeMetadata((None, ENCODED))}
     connector.set_xfer_handshake_metadata_pp_aware(metadata)
-    tandem = connector.sub_connectors[1]
-    assert isinstance(tandem, TandemConnector)
-    assert snapshot(tandem.scheduler).side_channel_port
+    assert snapshot(tandem_of(connector).scheduler).side_channel_port
 
 
 @pytest.mark.parametrize(
@@ -414,5 +577,24 @@ def test_a_produced_request_keeps_its_blocks_without_hma(make: Make, tmp_path: P
     asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
     held, answer = connector.request_finished_all_groups(asked, ([1, 2],))
     assert held, "the blocks are freed while decode may still fetch them"
-    assert answer is not None
-    assert answer["transfer_id"] == "t"
+    assert (answer or {})["transfer_id"] == "t"
+
+
+# ---- failed loads policy -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [MultiConnector, TandemMultiConnector])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_only_the_policy_of_the_engine_counts(kind: Any, policy: Any) -> None:
+    """A child cannot set it, so vLLM's MultiConnector must have it; Tandem's sets it itself."""
+    transfer = connector_config(kind.__name__, connectors=[child()])
+    transfer.kv_load_failure_policy = policy
+    config = vllm_config.__wrapped__(kv_transfer_config=transfer)
+    refused = kind is MultiConnector and policy == "fail"
+    refusal = pytest.raises(ConfigurationError, match="kv_load_failure_policy='recompute'")
+    with set_current_vllm_config(config), refusal if refused else nullcontext():
+        kind(config, KVConnectorRole.WORKER, cache_config((["layer"], full()))).shutdown()
+        assert transfer.kv_load_failure_policy == "recompute"
+    engine = Engine(0, 60, True, False)
+    engine.close()
+    assert engine.scheduler.recompute_kv_load_failures
