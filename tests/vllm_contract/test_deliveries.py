@@ -294,7 +294,7 @@ def test_nothing_comes_out_before_the_device_has_done_it() -> None:
     [("layer", "DRAM", True), ("auto", "DRAM", True), ("chunk", "DRAM", False), ("auto", "VRAM", False)],
 )
 def test_whether_layers_leave_before_the_step_ends(worker: Make, streaming: str, memory: str, early: bool) -> None:
-    """Those of the last chunk do, Fin follows the step; earlier chunks overlap with the next one."""
+    """Those of the last chunk do; Fin follows the step. Earlier chunks overlap with the next."""
     kind = MemoryKind(memory, 0)
     producer = worker("p", streaming=streaming, memory_kind=kind, transport_class=Scripted)
     consumer = worker("c", memory_kind=kind)
