@@ -25,6 +25,7 @@ from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from testing import browser
 from testing.facts import RecallPrompt, exact, make_prompt
 from testing.service_process import ROOT, ServiceProcess, write_config
+from testing.sse import events
 from testing.timing import server_timing
 from tests.campaigns.service.world import MODEL, leaks, total, until
 
@@ -68,13 +69,6 @@ def metric(http: httpx.Client, name: str, **labels: str) -> float:
 def wait_until_idle(http: httpx.Client) -> None:
     """Wait until both engines have no requests and all their blocks, for a limited time."""
     assert leaks(str(http.base_url).rstrip("/"), IDLE_TIMEOUT_S) == {}
-
-
-def sse(text: str) -> list[dict]:
-    """Return the events of a stream, which must end in [DONE]."""
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def completion(prompt: object, **more: object) -> dict:
@@ -169,7 +163,7 @@ def test_a_stream_comes_in_pieces(http):
     with http.stream("POST", "/v1/completions", json=body) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         pieces = list(reply.iter_raw())
-    tokens = [one["choices"][0]["token_ids"] for one in sse(b"".join(pieces).decode())]
+    tokens = [one["choices"][0]["token_ids"] for one in events(b"".join(pieces))]
     assert sum(map(len, tokens)) == 30
     assert len(tokens) > 20
     assert len(pieces) > 5
