@@ -108,7 +108,6 @@ def wide_llama(folder: Path) -> SizedModel:
 
 
 def llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """Create a full-attention model: one KV cache group of four layers. Return its path."""
     config = LlamaConfig(**_SIZES, **_attention(kv_heads), num_hidden_layers=4)
     return _save(LlamaForCausalLM, config, folder, seed)
 

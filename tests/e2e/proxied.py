@@ -34,7 +34,6 @@ def running(*servers: Server) -> Iterator[None]:
 
 @contextmanager
 def proxied(folder: Path, prefill: Server, decode: Server) -> Iterator[str]:
-    """Start both servers and the proxy; yield its URL."""
     port = free_port()
     with running(prefill, decode):
         words = ["testing.sequential_proxy", "--prefill", prefill.url, "--decode", decode.url, "--port", str(port)]

@@ -152,7 +152,6 @@ def test_the_least_recently_used_objects_go_first(tmp_path: Path) -> None:
 
 
 def test_a_prompt_loses_its_last_objects_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its first object, the others would be of no use."""
     monkeypatch.setattr(folder, "_PERIOD_NS", 3600 * 10**9)  # or the prompt could be stored in two periods
     tier = FolderTier(tmp_path, 4 * BLOCK, durable=False)
     for number in range(4):
@@ -328,7 +327,6 @@ class Broken(Files):
 
 
 def test_an_unexpected_error_of_a_store_is_counted_and_leaves_nothing(tier: FolderTier) -> None:
-    """The thread that runs the call logs the error (``lanes.py``)."""
     tier.files = Broken()
     with pytest.raises(ValueError, match="broken"):
         write(tier, 1)
@@ -367,7 +365,6 @@ def test_a_failed_write_of_the_usage_file_leaves_nothing(tier: FolderTier) -> No
 
 
 def test_nothing_is_written_below_the_mount_point_of_an_unmounted_disk(tier: FolderTier) -> None:
-    """The descriptor still leads to the objects, whatever is at the path."""
     write(tier, 1)
     tier.path.rename(tier.path.with_name("elsewhere"))
     assert holds(tier, 1)
@@ -474,7 +471,6 @@ write(FolderTier(Path(sys.argv[1]), 30 * BLOCK, files=Killed()), 2)
 
 
 def test_a_process_killed_between_a_file_and_its_count_is_counted(tier: FolderTier) -> None:
-    """It has created the file of an object, and not yet added its bytes."""
     write(tier, 1)
     assert tier.used_bytes(soon()) == BLOCK
     subprocess.run([sys.executable, "-c", KILLED, str(tier.path)], cwd=ROOT, check=True)
@@ -483,7 +479,6 @@ def test_a_process_killed_between_a_file_and_its_count_is_counted(tier: FolderTi
 
 
 def test_a_writer_that_stops_with_the_lock_costs_others_their_deadline_only(tier: FolderTier) -> None:
-    """Lookups and loads need no lock."""
     write(tier, 1)
     holder = subprocess.Popen(
         [

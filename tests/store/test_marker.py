@@ -57,7 +57,6 @@ def test_processes_that_ask_at_once_get_one_id(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"0123", bytes(32), b"g" * 32, b"0" * 33], ids=repr)
 def test_a_marker_without_an_id_gets_one(tmp_path: Path, content: bytes) -> None:
-    """A process that was killed may have written a part, and a power loss may leave zeros."""
     FolderTier(tmp_path / "tier", 1 << 20).close()
     (tmp_path / "tier" / MARKER).write_bytes(content)
     found = folder_id(tmp_path / "tier")

@@ -47,7 +47,6 @@ def pair(kind: str, fabric: Fabric) -> Iterator[tuple[Agent, Agent]]:
 
 @pytest.fixture
 def fresh(pair: tuple[Agent, Agent]) -> tuple[Agent, Agent]:
-    """The pair with distinct source bytes and a canary at the destination."""
     pair[0].buffer[:] = np.arange(SIZE // 4, dtype="<u4").view(np.uint8)
     pair[1].buffer[:] = CANARY
     return pair
@@ -55,7 +54,6 @@ def fresh(pair: tuple[Agent, Agent]) -> tuple[Agent, Agent]:
 
 @pytest.fixture
 def lone(kind: str, fabric: Fabric) -> Iterator[Agent]:
-    """A separate agent, for tests that close it."""
     agent = make_agent(kind, fabric, 4096)
     yield agent
     agent.transport.close()

@@ -59,6 +59,5 @@ def test_only_the_devices_that_are_named() -> None:
 
 
 def test_a_back_end_that_does_not_exist() -> None:
-    """The error names the setting and the possible values."""
     with pytest.raises(ConfigurationError, match=r"transfer.backends .*: NIXL has no backend UCZ; .*UCX"):
         NixlTransport("here/0", ("UCX", "UCZ"))

@@ -160,7 +160,6 @@ def test_a_write_to_a_process_that_ends_is_a_failed_write() -> None:
 
 
 def doomed(pipe: Connection) -> None:
-    """Report this agent's metadata and process; answer messages until killed."""
     from connectors.transport.nixl import NixlTransport
     from connectors.vllm_hma.handshake.processes import own_process
 

@@ -17,7 +17,6 @@ from tests.vllm_contract.workers import SHORT, Worker
 
 @pytest.fixture
 def worker() -> Iterator[Callable[..., Worker]]:
-    """Create workers on one fabric; close them at the end."""
     fabric = Fabric()
     made: list[Worker] = []
 
@@ -32,7 +31,6 @@ def worker() -> Iterator[Callable[..., Worker]]:
 
 @pytest.fixture
 def impatient(worker: Callable[..., Worker]) -> Callable[..., Worker]:
-    """Create workers with short deadlines, for tests in which one expires."""
     return partial(worker, limits=SHORT)
 
 

@@ -44,7 +44,6 @@ class Host:
         return scheduler
 
     def fill(self, end_token: int) -> None:
-        """Store all objects of the prompt up to a token."""
         scheduler = self.start()
         store = scheduler.store
         chain = PrefixChain(store.space, store.plan.spans, "", None, [])

@@ -61,7 +61,6 @@ class Engine:
         )
 
     def load(self, path: Path | str, number: int = 1) -> str:
-        """Load an adapter; return its identity."""
         watch_adapter_loads(self.loads.reading)
         loaded = self._manager._load_adapter(LoRARequest("name", number, str(path)))  # noqa: SLF001
         assert loaded.id == number
@@ -281,12 +280,10 @@ def with_adapter(scheduler: StoreScheduler, name: str) -> Request:
 
 
 def filled(scheduler: StoreScheduler, name: str, end_token: int) -> dict[int, int]:
-    """Fill slots for the objects of a chunk, as a request's step does."""
     return {reserve(scheduler, name, ObjectRef(end_token, group)): 1 for group in (0, 1)}
 
 
 def store_prompt(scheduler: StoreScheduler, name: str) -> None:
-    """Store the first chunk of the prompt."""
     scheduler.take(StoreReport(filled=filled(scheduler, name, 16)))
     until(scheduler.store.idle)
 

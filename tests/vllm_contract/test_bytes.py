@@ -67,14 +67,6 @@ def engine(kind: str, tp_size: int, block_size: int, layout: KVCacheLayout) -> l
 
 
 @pytest.mark.parametrize("kind", DTYPES)
-def test_a_row_is_a_token_with_its_scales(kind: str) -> None:
-    """K and V of 32 dimensions and two scales of 4 bytes; INT4 stores two dimensions per byte."""
-    (pages,) = engine(kind, 2, 32, KVCacheLayout.LBHNC)[0].layout.groups[0].layers
-    assert (pages.total_heads, pages.heads, pages.rows) == (HEADS, 2, 32)
-    assert pages.row_bytes == (HEAD_SIZE if kind.startswith("int4") else 2 * HEAD_SIZE) + 8
-
-
-@pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(1, 2), (4, 2), (2, 4)])
 def test_scales_move_with_their_heads(kind: str, producer_tp: int, consumer_tp: int) -> None:
     """Two blocks of 32 tokens become one of 64, in another order of dimensions."""
@@ -164,7 +156,6 @@ def test_the_requested_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_best_layout_of_a_backend(
     backend: type[AttentionBackend], block_tokens: int, compact: bool, best: str | None
 ) -> None:
-    """Layers lie inside the block where the backend's kernels read that and take whole blocks."""
     assert best_layout(backend, block_tokens, compact) == best
 
 
@@ -241,17 +232,6 @@ def test_a_slotted_page_moves_whole(tp_size: int, layout: KVCacheLayout, slots: 
     # Ranks are paired by number, and this is rank 0 of both.
     transfer([producer], consumer, [whole_blocks(0, 3, 7)])
     assert np.array_equal(consumer.storage(), expected.storage())
-
-
-def test_slots_are_not_heads() -> None:
-    """2 slots of 32 tokens of 256 bytes are one run of 16 KiB, or two of 8 KiB with slots
-    outside blocks.
-    """
-    (pages,) = slotted_rank(1, KVCacheLayout.LBHNC).layout.groups[0].layers
-    assert (pages.total_heads, pages.heads, pages.rows, pages.row_bytes, pages.stripes) == (1, 1, 1, 16384, 1)
-    (pages,) = slotted_rank(1, KVCacheLayout.LHBNC).layout.groups[0].layers
-    assert (pages.total_heads, pages.heads, pages.rows, pages.row_bytes, pages.stripes) == (1, 1, 1, 8192, 2)
-    assert pages.stripe_stride_bytes == 400 * 8192
 
 
 def test_slotted_pages_are_not_cut() -> None:
@@ -397,7 +377,6 @@ def through_the_store(writer: MemoryRank, reader: MemoryRank, tokens: int) -> tu
 
 
 def blocks(rank: MemoryRank, group: int, layer: str, ids: Sequence[int]) -> np.ndarray:
-    """Return the content of some blocks of a layer: (blocks, heads, states, bytes)."""
     return rank.bytes_of(layer)[np.asarray(ids, np.int64)]
 
 

@@ -75,7 +75,6 @@ def test_deadlines_are_positive_seconds(field: str, value: Any) -> None:
 
 
 def own_interface() -> tuple[str, str]:
-    """Return an interface of this host other than the loopback, and its address."""
     for name, addresses in psutil.net_if_addrs().items():
         for each in addresses:
             if name != "lo" and each.family.name == "AF_INET" and psutil.net_if_stats()[name].isup:

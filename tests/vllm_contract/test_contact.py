@@ -48,7 +48,6 @@ Make = Callable[..., Worker]
 
 
 def deliver(producer: Worker, consumer: Worker, name: str, arrives: bool = True) -> None:
-    """Run a transfer, and check its end and its bytes."""
     producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
     consumer.cache[:] = 0
     consumer.step(receives=[receive(producer.address, f"r{name}", f"t{name}")])
@@ -58,7 +57,6 @@ def deliver(producer: Worker, consumer: Worker, name: str, arrives: bool = True)
 
 
 def kept(producer: Worker) -> tuple[int, frozenset[str]]:
-    """Number of plans and names of connections of a worker."""
     return len(snapshot(producer.runtime).peers.planned), producer.transport.peers
 
 
@@ -101,7 +99,6 @@ def test_another_start_at_the_same_address(worker: Make) -> None:
 
 
 def lose(producer: Worker) -> None:
-    """The producer treats the consumer as ended."""
     runtime = producer.runtime
     with runtime._lock:  # noqa: SLF001 - no event makes one machine alone forget a peer at a chosen moment
         runtime._perform(runtime._producer.peer_lost(CONSUMER, time.monotonic()))  # noqa: SLF001 - as above
@@ -139,7 +136,6 @@ class Paused(MemoryTransport):
 
 
 def paused(worker: Worker, before: bool) -> Paused:
-    """Make the worker's next handshake wait."""
     transport = worker.transport
     assert isinstance(transport, Paused)
     transport.before = before
@@ -318,7 +314,6 @@ def test_deadlines_are_kept_whatever_fails_in_every_round(
 
 
 def say_hello(to: Worker, sender: Peer, agent_metadata: bytes = b"{}", secret: str = "") -> None:
-    """Deliver a Hello as the transport does."""
     receiver = Peer(to.agent_metadata.incarnation, to.agent_metadata.rank)
     frame = encode(Envelope(sender, receiver, Hello(agent_metadata)), derive_keys(secret).messages)
     to.runtime.frame_received(agent_name(sender), frame, time.monotonic())

@@ -199,7 +199,6 @@ def test_a_preemption_waits_for_unposted_slices(
 
 @pytest.mark.parametrize("memory", ["VRAM", "DRAM"])
 def test_a_post_from_a_device_is_polled_without_pauses(worker: Make, memory: str) -> None:
-    """For a bounded time: RDMA writes from a device end within microseconds."""
     producer, _ = both_ends(worker, memory_kind=MemoryKind(memory, 0))
     pauses = []
     for posted_at in (float("inf"), float("-inf")):  # just now, long ago
@@ -421,7 +420,6 @@ def test_one_action_does_not_cost_the_next(impatient: Make, monkeypatch: pytest.
 
 
 def test_a_trace_that_cannot_be_written(caplog: pytest.LogCaptureFixture) -> None:
-    """A full disk ends the trace only."""
     trace = Trace("/dev/full", "engine", 0)
     for request in ("r", "r2"):
         trace.event("sent", request=request)

@@ -70,7 +70,6 @@ STEP = dataclasses.replace(SHORT, step_s=1.0)
 
 
 def count(worker: Worker, kind: type) -> list[int]:
-    """Count the messages of a kind that this worker sends from now on."""
     sent, notify = [0], worker.transport.notify
 
     def counted(peer: str, payload: bytes) -> None:
@@ -99,7 +98,6 @@ def test_an_abort_while_the_last_write_is_in_flight(worker: Make) -> None:
 
 
 def test_a_write_that_hangs_is_no_sign_of_life(impatient: Make) -> None:
-    """The consumer keeps its blocks until the producer answers."""
     producer, consumer = both_ends(impatient)
     assert results(consumer) == FAILED
     assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT]))
@@ -332,7 +330,6 @@ def test_vllm_zeroes_the_blocks_that_a_transfer_fills_in_part(monkeypatch: pytes
 
 @pytest.fixture
 def accelerated(worker: Make) -> tuple[Worker, SlowFence]:
-    """A consumer whose cache is on an accelerator, and its device."""
     fence = SlowFence()
     return worker("c", memory_kind=VRAM, integrity="off", fence=fence, zeroes_blocks=True), fence
 

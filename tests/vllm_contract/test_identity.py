@@ -35,7 +35,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(autouse=True)
 def cache_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of this test."""
     root = tmp_path / "cache"
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(root))
     return root
@@ -258,7 +257,6 @@ def test_a_length_that_selects_other_positions() -> None:
 
 
 def test_the_same_quantization_of_other_weights() -> None:
-    """The quantization's arguments select weights and granularity, so they change the identity."""
     identities = {
         model_identity(config(MODEL_DIR, dtype="bfloat16", quantization="online", quantization_config=arguments)).model
         for arguments in ({"linear": "fp8_per_tensor"}, {"linear": "fp8_per_block"})

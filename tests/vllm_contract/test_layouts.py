@@ -22,7 +22,6 @@ from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     KVCacheSpec,
     MambaSpec,
-    MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
@@ -80,7 +79,6 @@ def test_layers_of_three_groups_on_two_tensors() -> None:
 
 
 def test_specs_inside_a_uniform_group() -> None:
-    """Layers whose specs are nested in one UniformTypeKVCacheSpecs are read one by one."""
     nested = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"a": full(), "b": full()})
     cache = cache_config((["a", "b"], nested))
     (group,) = engine_layout(vllm_config(), cache, views(cache), tp_rank=0).groups
@@ -106,7 +104,6 @@ ATTENTION: dict[str, Any] = {
     ids=lambda spec: type(spec).__name__,
 )
 def test_unknown_kinds_are_refused_by_name(spec: KVCacheSpec) -> None:
-    """Subclasses of known specs, too."""
     with pytest.raises(UnsupportedCacheError, match=r"layer 'odd': .*; serve this model without") as refused:
         group_shapes(vllm_config(), cache_config((["odd"], spec)))
     assert refused.value.layer == "odd"
@@ -123,15 +120,6 @@ def test_a_kernel_block_size_of_its_own() -> None:
         assert (part.kernel_blocks, part.kernel_block_stride_bytes) == (2, BLOCK_ELEMENTS * 4 // 2)
         assert part.block_stride_bytes == BLOCK_ELEMENTS * 4
     assert layout.groups[0].block_bytes == BLOCK_ELEMENTS * 4
-
-
-def test_mla_is_one_head_on_every_rank() -> None:
-    """The rows of an MLA cache are tokens; its single latent is a replica in any position."""
-    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-    layout = engine_layout(vllm_config(), cache_config((["m"], spec)), {"m": torch.zeros(BLOCKS, 1, 16, 576)}, 0)
-    (pages,) = layout.groups[0].layers
-    assert (layout.groups[0].kind, pages.total_heads, pages.heads) == (GroupKind.FULL, 1, 1)
-    assert (pages.rows, pages.row_bytes, layout.groups[0].row_tokens(pages)) == (16, 576 * 4, 1)
 
 
 def test_chunked_attention_is_a_kind_of_its_own() -> None:
@@ -214,7 +202,6 @@ def spec(kind: Kind, shapes: tuple[tuple[int, ...], ...], **changes: object) -> 
 
 
 def page(of: MambaSpec, padding_bytes: int = 32) -> torch.Tensor:
-    """Return a view (blocks, 1, 1, bytes) with padded pages."""
     whole = torch.zeros(STATE_BLOCKS, of.page_size_bytes + padding_bytes, dtype=torch.int8)
     return whole[:, None, None, : of.page_size_bytes]
 

@@ -64,12 +64,10 @@ from tests.vllm_contract.workers import (
 
 
 def collectors() -> set[Any]:
-    """Return all registered metrics."""
     return set(REGISTRY._collector_to_names)  # noqa: SLF001 - prometheus_client lists samples only
 
 
 def build(kind: Any, **extra: Any) -> Any:
-    """Register a connector's metrics as vLLM does."""
     types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     config = VllmConfig(kv_transfer_config=connector_config(kind.__name__, **extra))
     return kind.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
@@ -77,7 +75,6 @@ def build(kind: Any, **extra: Any) -> Any:
 
 @pytest.fixture
 def registered() -> Iterator[Callable[..., Any]]:
-    """Register a connector's metrics as vLLM does."""
     unregister_vllm_metrics()  # metrics of an engine that other tests started in this process
     known = collectors()
     yield build
@@ -92,7 +89,6 @@ def metrics(registered: Callable[..., Any]) -> TandemPromMetrics:
 
 
 def carried(stats: dict[str, Any]) -> Any:
-    """Return stats as vLLM carries them between processes."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(stats))
 
 
@@ -287,7 +283,6 @@ def scripted(*answers: int | None) -> dict[str, Any]:
 
 
 def example(folder: Path) -> dict[str, Any]:
-    """vLLM's ExampleConnector, which does not support HMA."""
     return child("ExampleConnector", shared_storage_path=str(folder)) | {"kv_connector_module_path": None}
 
 
@@ -296,7 +291,6 @@ Make = Callable[..., MultiConnector]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Build the scheduler side of a MultiConnector over some children."""
     made: list[MultiConnector] = []
 
     def make_one(

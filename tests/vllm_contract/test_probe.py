@@ -51,7 +51,6 @@ def server() -> Iterator[MetadataServer]:
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    """Start a process; return it and its identity."""
     code = "import time; from connectors.vllm_hma.handshake.processes import own_process; "
     code += "me = own_process(); print(me.host, me.pid, me.started_at, flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
@@ -159,7 +158,6 @@ def suspect(process: ProcessIdentity, was_seen: bool = True, met_at: EngineAddre
 def verdicts(
     monkeypatch: pytest.MonkeyPatch, suspects: list[Suspect], witnesses: list[EngineAddress], rounds: int = 5
 ) -> list[Peer]:
-    """Return the workers that the probe reports as dead within this number of rounds."""
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
     lost: list[Peer] = []
     marker = Suspect(Peer("marker", 0), GONE, True, None)

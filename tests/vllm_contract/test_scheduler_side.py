@@ -44,7 +44,6 @@ from tests.vllm_contract.workers import ARRIVED, EXPECT, SENT, WHOLE, Worker, re
 
 
 def produced(side: SchedulerConnector, name: str = "r", **request_: Any) -> str:
-    """Return the prompt digest of a new request that this side produces."""
     (expect,) = start(side, request(PRODUCE | {"transfer_id": name}, name, **request_)).expects
     return expect.prompt_digest
 
@@ -103,7 +102,6 @@ def consume(name: str, transfer: str = "t", **params: Any) -> Request:
 
 
 def busy() -> SchedulerConnector:
-    """Return a side with blocks for one request of the same producer."""
     side = scheduler()
     start(side, consume("first", "first"))
     return side
@@ -242,7 +240,6 @@ def test_another_choice_goes_on_when_the_first_one_is_aborted(allocated: bool) -
 
 
 def due(worker: Worker) -> list[Due]:
-    """Step until a queued request is due."""
     found: list[Due] = []
 
     def reported() -> bool:
@@ -405,7 +402,6 @@ def test_images_that_vllm_names_by_counters_are_refused(monkeypatch: pytest.Monk
 
 
 def vllm_name(color: str, name: str | None, algorithm: MMHasherAlgorithm, **arguments: Any) -> str:
-    """Return vLLM's name of an image of one color that a client names ``name``."""
     items = MultiModalDataParser().parse_mm_data({"image": [Image.new("RGB", (8, 8), color)]})
     inputs = ProcessorInputs([1], items, parse_mm_uuids({"image": [name]}), **arguments)
     return inputs.get_mm_hashes("model", algorithm)["image"][0]

@@ -38,7 +38,6 @@ def metadata(worker: Callable[..., Worker]) -> bytes:
 
 @pytest.fixture
 def serve(metadata: bytes) -> Iterator[Serve]:
-    """Start servers of one agent metadata, with or without a secret; stop them at the end."""
     started: list[MetadataServer] = []
 
     def start(secret: str = "", host: str = "127.0.0.1") -> MetadataServer:
@@ -202,7 +201,6 @@ HEAD = b"%c" % PROTOCOL_VERSION
     ],
 )
 def test_an_answer_that_is_no_metadata(answer: bytes, error: type[Exception], says: str) -> None:
-    """Whatever listens there causes a typed error within the deadline."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def reply() -> None:
@@ -322,7 +320,6 @@ def test_a_process_that_is_killed_is_started_again(metadata: bytes) -> None:
 
 
 def test_many_decode_workers_at_once(metadata: bytes) -> None:
-    """All clients get the agent metadata, over TLS; after the end, no process listens."""
     server = MetadataProcess("127.0.0.1", 0, [metadata], derive_keys(SECRET).identity)
     try:
         with ThreadPoolExecutor(DECODE_WORKERS) as pool:

@@ -49,7 +49,6 @@ from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 
 def matched(scheduler: StoreScheduler, request: Request) -> int:
-    """Return the tokens that the store reports to vLLM, after as many steps as it asks for."""
     found: list[int | None] = [None]
 
     def answered() -> bool:
@@ -371,7 +370,6 @@ def test_an_object_that_is_gone_is_stored_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ranks_that_cannot_map_the_staging_memory(tmp_path: Path, asynchronous: bool) -> None:
-    """vLLM ends an engine with several KV cache groups if a load within a step fails."""
     with closing(scheduling.Engine(1, tmp_path / "store", 40, 16, False, False, 1, False)) as engine:
         compute(engine, "stored")
     with closing(scheduling.Engine(1, tmp_path / "store", 40, 16, False, asynchronous, 2, False)) as engine:

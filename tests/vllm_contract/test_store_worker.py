@@ -71,7 +71,6 @@ def rank() -> Rank:
 
 @pytest.fixture
 def device_worker(rank: Rank, held: type[HeldEvent]) -> StoreWorker:
-    """The device_worker of a rank whose cache is on a device."""
     regions = tuple(replace(each, memory_kind=MemoryKind("VRAM", 0)) for each in rank.layout.regions)
     made = StoreWorker(StoreSettings(path="/unused", chunk_tokens=16, staging_mib=1), 4096, SpoiledSteps(2))
     made.register(replace(rank.layout, regions=regions), [torch.from_numpy(buffer) for buffer in rank.buffers])
@@ -143,7 +142,6 @@ def store_worker(spoiled: SpoiledSteps) -> StoreWorker:
 
 
 def failing(staging: Staging) -> StoreOrders:
-    """Return the orders of a step that loads request a and stores an object of request b."""
     load = Load(0, "a", GONE, 0, 16, {ObjectRef(16, 0): 0, ObjectRef(16, 1): 4096})
     return StoreOrders(staging.location, [load], [Store("b", TABLES, {ObjectRef(32, 0): 8192})])
 
@@ -172,7 +170,6 @@ def test_other_requests_of_the_step_are_not_stored(staging: Staging) -> None:
 def after_another_childs_failed_load(
     child: type[TandemConnector], scheduler: StoreScheduler, report: StoreReport
 ) -> None:
-    """Pass the output of a step in which another child's load failed to a child's scheduler."""
     transfer = connector_config(child.__name__, store={"path": "/unused"})
     transfer.kv_load_failure_policy = "recompute"
     config = vllm_config.__wrapped__(kv_transfer_config=transfer)
@@ -210,7 +207,6 @@ def test_no_request_is_stored_later(host: Host, child: type[TandemConnector] | N
 def test_no_request_of_the_step_is_sent(
     worker: Callable[..., Worker], staging: Staging, streaming: str, later: bool
 ) -> None:
-    """Request q does not load anything."""
     producer, consumer = worker("p", streaming=streaming), worker("c")
     producer.cache[:] = 0xEE
     config = vllm_config.__wrapped__(kv_transfer_config=connector_config())
@@ -251,7 +247,6 @@ CONNECTORS = [TandemConnector, TandemStoreConnector]
 
 
 def engine(folder: Path, connector: type, store: bool, prefixes: bool) -> tuple[VllmConfig, KVCacheConfig]:
-    """Return an engine's configuration and its cache: full attention and states."""
     extra: dict[str, Any] = {"store": {"path": str(folder)}} if store else {}
     config = vllm_config.__wrapped__(
         enable_prefix_caching=prefixes,

@@ -33,7 +33,6 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Create vLLM's scheduler with the connector's scheduler side; close it at the end."""
     made: list[Engine] = []
 
     def engine(
@@ -292,14 +291,6 @@ def test_a_request_goes_on_in_other_blocks(loading: Callable[..., Loading]) -> N
         engine.step()
     engine.check_nothing_remains()
     assert not engine.scheduler.has_requests()
-
-
-def test_nobody_waits_behind_a_request_that_does_not_fit(loading: Callable[..., Loading]) -> None:
-    """Other requests, with or without KV, run to their end; then there are enough blocks."""
-    engine = loading(60, "r", tokens=150)
-    for name in ("a", "b"):
-        engine.ask(name, 100, loads=True)
-    engine.steps_until_over("a", "b", "r")
 
 
 @pytest.mark.parametrize("blocks", [43, 46])

@@ -196,7 +196,6 @@ class Worker:
         return EngineAddress(self.agent_metadata.incarnation, "127.0.0.1", self.server.port)
 
     def step(self, **orders: Any) -> None:
-        """Run one engine step, as vLLM's hooks see it."""
         self.runtime.before_forward(Orders(**orders))
         self.runtime.after_forward(Orders(**orders))
 
@@ -249,7 +248,6 @@ def let_go(producer: Worker) -> None:
 
 
 def posted(producer: Worker) -> bool:
-    """Return whether writes are in flight, and all of them posted."""
     writes = producer.runtime._writes._open.values()  # noqa: SLF001
     return bool(writes) and not any(one.posting for one in list(writes))
 
