@@ -105,6 +105,11 @@ def transfer(producers: Sequence[MemoryRank], consumer: MemoryRank, moves: Seque
             sender.write(receiver.name, runs, producer.layout.memory_kind, consumer.layout.memory_kind)
 
 
+def heads_of(content: np.ndarray, rank: int, tp_size: int) -> np.ndarray:
+    """Return a rank's share of (heads, ...)."""
+    return np.split(content, tp_size)[rank]
+
+
 def whole_blocks(group: int, src: int, dst: int) -> Moves:
     """Return one block that is one unit on both sides."""
     return units(group, UnitShape(0, 1, 1), [(src, 0)], [(dst, 0)])

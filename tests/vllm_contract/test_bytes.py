@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
     KVCacheLayout,
     KVCacheSpec,
     MLAAttentionSpec,
@@ -38,56 +38,62 @@ from connectors.store.planning.prefix import completed_objects, needed_objects
 from connectors.store.planning.spans import plan_store
 from connectors.vllm_hma.model.kv_cache_layout import best_layout
 from tests.vllm_contract.caches import HEAD_SIZE, HEADS, connector_config, full, vllm_config
-from tests.vllm_contract.memory_engines import MemoryRank, config, memory_rank, plans_for, transfer, units, whole_blocks
+from tests.vllm_contract.memory_engines import (
+    MemoryRank,
+    config,
+    heads_of,
+    memory_rank,
+    plans_for,
+    transfer,
+    units,
+    whole_blocks,
+)
 
-# ---- quantized caches ----------------------------------------------------------------------------
-
-
-LAYER = "model.layers.0.self_attn.attn"
+LAYERS = [f"model.layers.{number}.self_attn.attn" for number in range(3)]
+LAYER = LAYERS[0]
 DTYPES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.uint8, "int4_per_token_head": torch.uint8}
-LAYOUTS = [KVCacheLayout.LBHNC, KVCacheLayout.LHBNC, KVCacheLayout.LBNHC]
-
-
-def spec(kind: str, tp_size: int, block_size: int) -> FullAttentionSpec:
-    """Return Triton attention's spec: scales of K and V in fp32 behind each token of each head."""
-    plain = full(
-        block_size=block_size,
-        num_kv_heads=max(1, HEADS // tp_size),
-        dtype=DTYPES[kind],
-        kv_quant_mode=get_kv_quant_mode(kind),
-    )
-    found = TritonAttentionBackend.customize_spec(plain)
-    assert isinstance(found, FullAttentionSpec)
-    return found
+CASES = [("fp8_per_token_head", layout) for layout in KVCacheLayout]
+CASES += [("int8_per_token_head", KVCacheLayout.LBNHC), ("int4_per_token_head", KVCacheLayout.LHBNC)]
 
 
 def engine(kind: str, tp_size: int, block_size: int, layout: KVCacheLayout) -> list[MemoryRank]:
-    specs = {LAYER: spec(kind, tp_size, block_size)}
+    """Return all ranks of Triton attention: scales of K and V in fp32 behind each token of each
+    head.
+    """
+    plain = full(
+        block_size=block_size,
+        num_kv_heads=HEADS // tp_size,
+        dtype=DTYPES[kind],
+        kv_quant_mode=get_kv_quant_mode(kind),
+    )
+    specs = dict.fromkeys(LAYERS, TritonAttentionBackend.customize_spec(plain))
     return [memory_rank(config(tp_size, block_size), specs, layout, tp_rank=rank) for rank in range(tp_size)]
 
 
-@pytest.mark.parametrize("kind", DTYPES)
-@pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(1, 2), (4, 2), (2, 4)])
-def test_scales_move_with_their_heads(kind: str, producer_tp: int, consumer_tp: int) -> None:
-    """Two blocks of 32 tokens become one of 64, in another order of dimensions."""
-    for here, there in zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True):
-        producers, consumers = engine(kind, producer_tp, 32, here), engine(kind, consumer_tp, 64, there)
-        content = producers[0].bytes_of(LAYER).shape[3]
-        tokens = np.random.default_rng(1).integers(0, 256, (HEADS, 64, content), np.uint8)
-        for rank, producer in enumerate(producers):
-            held = max(1, HEADS // producer_tp)
-            first = rank * HEADS // producer_tp
-            for number, block in enumerate((3, 5)):
-                cut = tokens[first : first + held, 32 * number : 32 * (number + 1)]
-                producer.bytes_of(LAYER)[block] = cut
-        for rank, consumer in enumerate(consumers):
+@pytest.mark.parametrize(("kind", "here"), CASES)
+@pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(1, 1), (1, 2), (4, 2), (2, 4)])
+def test_bytes_between_any_two_layouts(kind: str, here: KVCacheLayout, producer_tp: int, consumer_tp: int) -> None:
+    """Two blocks of 32 tokens become one of 64, with their scales, whole or a range of layers at a
+    time; nothing else changes.
+    """
+    producers = engine(kind, producer_tp, 32, here)
+    shape = len(LAYERS), HEADS, 64, producers[0].bytes_of(LAYER).shape[3]
+    sent = dict(zip(LAYERS, np.random.default_rng(1).integers(0, 256, shape, np.uint8), strict=True))
+    for rank, producer in enumerate(producers):
+        for layer, content in sent.items():
+            for block, tokens in zip((3, 5), np.split(heads_of(content, rank, producer_tp), 2, axis=1), strict=True):
+                producer.bytes_of(layer)[block] = tokens
+    for there, parts in itertools.product(KVCacheLayout, (((0, 3),), ((0, 2), (2, 3)))):
+        for rank, consumer in enumerate(engine(kind, consumer_tp, 64, there)):
             consumer.storage()[:] = 0xA5
-            (shape,) = plans_for(producers, consumer)[0].shapes
-            transfer(producers, consumer, [units(0, shape, [(3, 0), (5, 0)], [(7, 0), (7, 1)])])
-            first = rank * HEADS // consumer_tp
-            expected = np.full_like(consumer.bytes_of(LAYER), 0xA5)
-            expected[7] = tokens[first : first + max(1, HEADS // consumer_tp)]
-            assert np.array_equal(consumer.bytes_of(LAYER), expected), (here, there, rank)
+            (shape_,) = plans_for(producers, consumer)[0].shapes
+            move = units(0, shape_, [(3, 0), (5, 0)], [(7, 0), (7, 1)])
+            for layers in parts:
+                transfer(producers, consumer, [replace(move, layers=layers)])
+            for layer, content in sent.items():
+                expected = np.full_like(consumer.bytes_of(layer), 0xA5)
+                expected[7] = heads_of(content, rank, consumer_tp)
+                assert np.array_equal(consumer.bytes_of(layer), expected), (there, parts, rank)
 
 
 def fp8_rank(k_scale: float, v_scale: float, tp_rank: int = 0) -> MemoryRank:
@@ -159,44 +165,10 @@ def test_the_best_layout_of_a_backend(
     assert best_layout(backend, block_tokens, compact) == best
 
 
-LAYERS = [f"model.layers.{number}.self_attn.attn" for number in range(3)]
-
-
-def ranks(tp_size: int, layout: KVCacheLayout) -> list[MemoryRank]:
-    specs = {layer: spec("fp8_per_token_head", tp_size, 32) for layer in LAYERS}
-    return [memory_rank(config(tp_size), specs, layout, tp_rank=rank) for rank in range(tp_size)]
-
-
-@pytest.mark.parametrize("producer_layout", KVCacheLayout)
-@pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(1, 1), (1, 2), (4, 2)])
-def test_bytes_between_any_two_layouts(producer_layout: KVCacheLayout, producer_tp: int, consumer_tp: int) -> None:
-    """Blocks 3 and 4 become 7 and 8, whole or a range of layers at a time; nothing else changes."""
-    producers = ranks(producer_tp, producer_layout)
-    content = producers[0].bytes_of(LAYERS[0]).shape[3]
-    sent = np.random.default_rng(1).integers(0, 256, (len(LAYERS), 2, HEADS, 32, content), np.uint8)
-    for rank, producer in enumerate(producers):
-        first, count = rank * HEADS // producer_tp, HEADS // producer_tp
-        for layer, blocks in zip(LAYERS, sent, strict=True):
-            producer.bytes_of(layer)[3:5] = blocks[:, first : first + count]
-    for consumer_layout, parts in itertools.product(KVCacheLayout, (((0, 3),), ((0, 2), (2, 3)))):
-        for rank, consumer in enumerate(ranks(consumer_tp, consumer_layout)):
-            consumer.storage()[:] = 0xA5
-            for layers in parts:
-                transfer(
-                    producers, consumer, [replace(whole_blocks(0, a, b), layers=layers) for a, b in ((3, 7), (4, 8))]
-                )
-            first, count = rank * HEADS // consumer_tp, HEADS // consumer_tp
-            for layer, blocks in zip(LAYERS, sent, strict=True):
-                expected = np.full_like(consumer.bytes_of(layer), 0xA5)
-                expected[7:9] = blocks[:, first : first + count]
-                assert np.array_equal(consumer.bytes_of(layer), expected), (consumer_layout, parts, rank)
-
-
 # ---- packed pages --------------------------------------------------------------------------------
 
 
 SLOT_HEADS, HEAD_BYTES, TOKENS = 2, 128, 32
-LAYER = "model.layers.0.self_attn.attn"
 SLOT_LAYOUTS = [KVCacheLayout.LBHNC, KVCacheLayout.LHBNC, KVCacheLayout.LBNHC]
 
 
@@ -251,34 +223,26 @@ def test_slotted_pages_are_not_cut() -> None:
         check_compatible(long.layout, short.layout)
 
 
-def mla(block_size: int, tokens_per_state: int, head_size: int, content: int | None = None) -> MLAAttentionSpec:
-    return MLAAttentionSpec(
-        block_size=block_size,
-        num_kv_heads=1,
-        max_tp_shards=1,
-        head_size=head_size,
-        dtype=torch.uint8,
-        tokens_per_state=tokens_per_state,
-        cache_dtype_str="fp8_ds_mla" if content else None,
-        model_version="deepseek_v4" if content else None,
-        state_content_bytes=content,
-        alignment=576,
-    )
+def latent(
+    kind: type[MLAAttentionSpec | SlidingWindowMLASpec],
+    block_size: int,
+    head_size: int,
+    content: int | None,
+    **more: Any,
+) -> KVCacheSpec:
+    """Return MLA's spec; with ``content`` bytes per state, DeepSeek-V4's packed FP8."""
+    packed = {"cache_dtype_str": "fp8_ds_mla", "model_version": "deepseek_v4"} if content else {}
+    dtype = torch.uint8 if content or kind is MLAAttentionSpec else torch.float32
+    sizes = {"block_size": block_size, "num_kv_heads": 1, "max_tp_shards": 1, "head_size": head_size}
+    return kind(**sizes, dtype=dtype, state_content_bytes=content, alignment=576, **packed, **more)
 
 
-def window(block_size: int, head_size: int, tokens: int, content: int | None = None) -> SlidingWindowMLASpec:
-    return SlidingWindowMLASpec(
-        block_size=block_size,
-        num_kv_heads=1,
-        max_tp_shards=1,
-        head_size=head_size,
-        dtype=torch.uint8 if content else torch.float32,
-        sliding_window=tokens,
-        cache_dtype_str="fp8_ds_mla" if content else None,
-        model_version="deepseek_v4" if content else None,
-        state_content_bytes=content,
-        alignment=576,
-    )
+def mla(block_size: int, tokens_per_state: int, head_size: int, content: int | None = None) -> KVCacheSpec:
+    return latent(MLAAttentionSpec, block_size, head_size, content, tokens_per_state=tokens_per_state)
+
+
+def window(block_size: int, head_size: int, tokens: int, content: int | None = None) -> KVCacheSpec:
+    return latent(SlidingWindowMLASpec, block_size, head_size, content, sliding_window=tokens)
 
 
 def deepseek_v4_specs() -> dict[str, KVCacheSpec]:

@@ -107,7 +107,7 @@ def lose(producer: Worker) -> None:
 
 @pytest.mark.parametrize("both_roles", [False, True])
 def test_what_is_kept_of_a_removed_worker(worker: Make, both_roles: bool) -> None:
-    """The connection, if the worker has produced a transfer, too."""
+    """A worker that has also produced a transfer keeps its connection."""
     producer, consumer = worker("p"), worker("c")
     deliver(producer, consumer, "1")
     assert kept(producer) == (1, {"c/0"})

@@ -46,7 +46,7 @@ from tests.vllm_contract.caches import (
     views,
     vllm_config,
 )
-from tests.vllm_contract.memory_engines import MemoryRank, memory_rank, transfer, whole_blocks
+from tests.vllm_contract.memory_engines import MemoryRank, heads_of, memory_rank, transfer, whole_blocks
 
 # ---- translate -----------------------------------------------------------------------------------
 
@@ -345,34 +345,22 @@ TP_PAIRS = [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 @cache
 def gemma4_config(folder: Path, tp_size: int) -> VllmConfig:
-    """Return vLLM's configuration of a small Gemma 4: 5 sliding-window layers of 4 KV heads, 1
-    full layer of 2.
-    """
-    config = Gemma4TextConfig(
-        num_hidden_layers=6,
-        num_key_value_heads=LOCAL_HEADS,
-        num_global_key_value_heads=GLOBAL_HEADS,
-        attention_k_eq_v=True,
-        num_attention_heads=8,
-        head_dim=32,
-        global_head_dim=64,
-        hidden_size=64,
-        intermediate_size=64,
-        vocab_size=128,
-    )
+    """Return the configuration of 5 sliding-window layers of 4 KV heads, and a full layer of 2."""
+    sizes = {"num_attention_heads": 8, "head_dim": 32, "global_head_dim": 64}
+    sizes |= {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 128, "num_hidden_layers": 6}
+    heads = {"num_key_value_heads": LOCAL_HEADS, "num_global_key_value_heads": GLOBAL_HEADS}
+    config = Gemma4TextConfig(**sizes, **heads, attention_k_eq_v=True)
     config.architectures = ["Gemma4ForCausalLM"]
     config.save_pretrained(folder)
-    return EngineArgs(
+    made: VllmConfig = vllm_config.__wrapped__(
         model=str(folder),
         tensor_parallel_size=tp_size,
         skip_tokenizer_init=True,
         load_format="dummy",
-        dtype="float32",
-        block_size=32,
-        enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=256,
-    ).create_engine_config()
+    )
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -409,30 +397,22 @@ def test_every_head_arrives_where_it_belongs(folder: Path, producer_tp: int, con
     unchanged.
     """
     producers, consumers = engine(folder, producer_tp), engine(folder, consumer_tp)
-    layers = [*SLIDING, FULL]
     # Groups share memory, so each has its own block. The groups of both engines are the same.
-    blocks = {layer: 1 + number for number, layer in enumerate(layers)}
-    rng = np.random.default_rng(1)
-    shape = consumers[0].bytes_of(FULL).shape[2:]
-    content = {FULL: rng.integers(0, 256, (GLOBAL_HEADS, *shape), np.uint8)}
-    shape = consumers[0].bytes_of(SLIDING[0]).shape[2:]
-    content |= {layer: rng.integers(0, 256, (LOCAL_HEADS, *shape), np.uint8) for layer in SLIDING}
-    for number, producer in enumerate(producers):
-        for layer, heads in content.items():
-            held = len(heads) // producer_tp
-            producer.bytes_of(layer)[blocks[layer]] = heads[number * held : (number + 1) * held]
-    for number, consumer in enumerate(consumers):
-        consumer.storage()[:] = 0xA5
-        expected = memory_rank(gemma4_config(folder, consumer_tp), specs(consumer_tp), tp_rank=number)
-        expected.storage()[:] = 0xA5
-        for layer, heads in content.items():
-            held = len(heads) // consumer_tp
-            expected.bytes_of(layer)[100 + blocks[layer]] = heads[number * held : (number + 1) * held]
-        moves = [
-            whole_blocks(index, blocks[group.layer_names[0]], 100 + blocks[group.layer_names[0]])
-            for index, group in enumerate(consumer.cache.kv_cache_groups)
-        ]
-        transfer(producers, consumer, moves)
+    blocks = {layer: 1 + number for number, layer in enumerate((*SLIDING, FULL))}
+    draw, content = np.random.default_rng(1), {}
+    for layer in blocks:
+        shape = consumers[0].bytes_of(layer).shape[2:]
+        heads = GLOBAL_HEADS if layer == FULL else LOCAL_HEADS
+        content[layer] = draw.integers(0, 256, (heads, *shape), np.uint8)
+        for rank, producer in enumerate(producers):
+            producer.bytes_of(layer)[blocks[layer]] = heads_of(content[layer], rank, producer_tp)
+    for rank, (consumer, expected) in enumerate(zip(consumers, engine(folder, consumer_tp), strict=True)):
+        for each in (consumer, expected):
+            each.storage()[:] = 0xA5
+        for layer, sent in content.items():
+            expected.bytes_of(layer)[100 + blocks[layer]] = heads_of(sent, rank, consumer_tp)
+        sources = [blocks[group.layer_names[0]] for group in consumer.cache.kv_cache_groups]
+        transfer(producers, consumer, [whole_blocks(index, at, 100 + at) for index, at in enumerate(sources)])
         assert np.array_equal(consumer.storage(), expected.storage())
 
 

@@ -38,7 +38,7 @@ from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps
 from connectors.vllm_hma.metrics import ARRIVALS_KEPT, PEERS_KEPT, RankTally, TandemPromMetrics, TandemStats
 from connectors.vllm_hma.multi_connector import MultiHandshakeMetadata, TandemMultiConnector
-from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Orders
+from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from testing.connector_state import snapshot
 from tests.campaigns.schedules.scheduling import Engine
@@ -47,16 +47,14 @@ from tests.vllm_contract.stored_prompt import CACHE
 from tests.vllm_contract.workers import (
     ARRIVED,
     BLOCK_BYTES,
-    EXPECT,
-    FAILED,
     IDENTITY,
     SENT,
     Worker,
     both_ends,
     layout_of,
     let_go,
-    receive,
     results,
+    sends_nothing_of_a_spoiled_step,
     until,
 )
 
@@ -481,13 +479,12 @@ def test_kv_of_another_childs_failed_load_is_not_sent(
 ) -> None:
     """With asynchronous scheduling, the next step is scheduled before vLLM reads the failure."""
     producer, consumer = worker("p", streaming=streaming), worker("c")
-    producer.cache[:] = 0xEE
     connector = make(TandemMultiConnector, scripted(0), TANDEM, role=KVConnectorRole.WORKER)
     (other,), tandem = scripted_of(connector), tandem_of(connector)
     tandem.worker._runtime = producer.runtime  # noqa: SLF001
     tandem._spoiled = SpoiledSteps(batches=2)  # noqa: SLF001
 
-    def step(orders: Orders, fails: bool = False) -> set[int]:
+    def step(orders: Orders, fails: bool) -> None:
         metadata = MultiKVConnectorMetadata((KVConnectorMetadata(), orders))
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
@@ -498,21 +495,10 @@ def test_kv_of_another_childs_failed_load_is_not_sent(
             other.not_loaded = {1}
         connector.save_kv_layer("layer", torch.empty(0), None)
         connector.wait_for_save()
-        not_loaded = connector.get_block_ids_with_load_errors()
+        assert connector.get_block_ids_with_load_errors() == ({1} if fails else set()), "vLLM gets the failed blocks"
         connector.clear_connector_metadata()
-        return not_loaded
 
-    assert not step(Orders(expects=[EXPECT], starts=["q"]))
-    consumer.step(receives=[receive(producer.address)])
-    until(lambda: producer.runtime.counts()["live"] == 1)
-    chunks = [Chunk("q", ((1, 2),), 7, last=True)]
-    assert step(Orders(chunks=[] if later else chunks), fails=True) == {1}, "vLLM gets the failed blocks"
-    if later:
-        assert not step(Orders(chunks=chunks))
-    assert not step(Orders(finished=[SENT]))
-    assert results(consumer) == FAILED
-    assert results(producer) == ({"q"}, set(), set())
-    assert (consumer.cache == 0).all(), "nothing of the step was written"
+    sends_nothing_of_a_spoiled_step(producer, consumer, step, later)
 
 
 def test_another_childs_asynchronous_load_spoils_no_step(make: Make, worker: Callable[..., Worker]) -> None:

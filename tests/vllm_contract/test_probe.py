@@ -233,7 +233,7 @@ def test_a_malformed_host_ends_no_thread(refusing: int, monkeypatch: pytest.Monk
         watcher.close()
 
 
-def test_a_probe_survives_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_cannot_start_or_report_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may have no thread left, the device no memory, and a report may raise."""
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
     problems = [RuntimeError("not now"), RuntimeError("no memory on the device"), RuntimeError("no thread")]

@@ -29,14 +29,14 @@ from connectors.vllm_hma.kv_store import worker as worker_module
 from connectors.vllm_hma.kv_store.orders import Load, Store, StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
-from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
+from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from testing.connector_state import snapshot
 from tests.planning.builders import Rank, make_rank
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, connector_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import END, PROMPT, RANK, SHAPE, Host, reserve, tables
-from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+from tests.vllm_contract.workers import Worker, sends_nothing_of_a_spoiled_step
 
 # ---- store on device -----------------------------------------------------------------------------
 
@@ -208,36 +208,25 @@ def test_no_request_of_the_step_is_sent(
     worker: Callable[..., Worker], staging: Staging, streaming: str, later: bool
 ) -> None:
     producer, consumer = worker("p", streaming=streaming), worker("c")
-    producer.cache[:] = 0xEE
     config = vllm_config.__wrapped__(kv_transfer_config=connector_config())
     connector = TandemConnector(config, KVConnectorRole.WORKER, cache_config((["f"], full())))
     connector.worker._runtime = producer.runtime  # noqa: SLF001
     connector._spoiled = SpoiledSteps(batches=2)  # noqa: SLF001
     connector._store_worker = store_worker(connector._spoiled)  # noqa: SLF001
 
-    def step(orders: Orders) -> None:
+    def step(orders: Orders, fails: bool) -> None:
+        orders.store = failing(staging) if fails else storing(staging)
         connector.handle_preemptions(orders)
         connector.bind_connector_metadata(orders)
         context = ForwardContext.__new__(ForwardContext)
-        before = orders.store is not None and bool(orders.store.loads)
-        if before:
+        if fails:
             connector.start_load_kv(context)
         connector.worker.layer_computed("layer")
-        if not before:
+        if not fails:
             connector.start_load_kv(context)
         connector.wait_for_save()
 
-    step(Orders(expects=[Expect("q", "t", 7, DIGEST)], starts=["q"]))
-    consumer.step(receives=[receive(producer.address)])
-    until(lambda: producer.runtime.counts()["live"] == 1)
-    chunks = [Chunk("q", ((1, 2),), 7, last=True)]
-    step(Orders(chunks=[] if later else chunks, store=failing(staging)))
-    if later:
-        step(Orders(chunks=chunks, store=storing(staging)))
-    step(Orders(finished=[Finished("q", True, "")]))
-    assert results(consumer) == (set(), {"r"}, {"r"})
-    assert results(producer) == ({"q"}, set(), set())
-    assert (consumer.cache == 0).all(), "nothing of the step was written"
+    sends_nothing_of_a_spoiled_step(producer, consumer, step, later)
 
 
 # ---- stored states -------------------------------------------------------------------------------
