@@ -78,7 +78,7 @@ def test_the_connector_alone(environment: Path) -> None:
     code = HIDE.format(hidden=("ray",)) + "from app.cli import main; sys.exit(main(['run']))"
     without_ray = run(environment, "python", "-c", code)
     assert without_ray.returncode == 1
-    assert without_ray.stderr == "tandem run: the module ray is not installed; pip install '.[serve]' in the checkout\n"
+    assert "the module ray is not installed" in without_ray.stderr
 
 
 @pytest.mark.parametrize("name", ["local.yaml", "two-models.yaml"])

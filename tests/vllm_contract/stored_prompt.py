@@ -78,3 +78,15 @@ def reserve(scheduler: StoreScheduler, name: str, ref: ObjectRef) -> int:
     blocks = [[*range(1, 10)], [*range(11, 20)]]
     (offset,) = scheduler._reserve(known, [ref], blocks).values()  # noqa: SLF001
     return offset
+
+
+def matched(scheduler: StoreScheduler, request: Request) -> int:
+    """Return the tokens that the store reports to vLLM, after as many steps as it asks for."""
+    found: list[int | None] = [None]
+
+    def answered() -> bool:
+        found[0] = scheduler.matched_tokens(request, 0)
+        return found[0] is not None
+
+    until(answered)
+    return found[0] or 0

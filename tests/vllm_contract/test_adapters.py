@@ -36,7 +36,7 @@ from connectors.vllm_hma.worker_side.worker import WorkerConnector
 from testing.adapters import ADAPTED, RANK, lora_adapter
 from tests.vllm_contract import scheduler_sides as sides
 from tests.vllm_contract.caches import cache_config, full, vllm_config
-from tests.vllm_contract.stored_prompt import PROMPT, Host, reserve
+from tests.vllm_contract.stored_prompt import PROMPT, Host, matched, reserve
 from tests.vllm_contract.workers import ARRIVED, EXPECT, FAILED, SENT, WHOLE, Worker, receive, results, until
 
 WEIGHTS = "adapter_model.safetensors"
@@ -286,11 +286,6 @@ def filled(scheduler: StoreScheduler, name: str, end_token: int) -> dict[int, in
 def store_prompt(scheduler: StoreScheduler, name: str) -> None:
     scheduler.take(StoreReport(filled=filled(scheduler, name, 16)))
     until(scheduler.store.idle)
-
-
-def matched(scheduler: StoreScheduler, request: Request) -> int | None:
-    until(lambda: scheduler.matched_tokens(request, 0) is not None)
-    return scheduler.matched_tokens(request, 0)
 
 
 def test_stored_kv_belongs_to_the_loaded_content(host: Host) -> None:

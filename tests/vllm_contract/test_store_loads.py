@@ -40,23 +40,13 @@ from tests.vllm_contract.stored_prompt import (
     RANK,
     Host,
     left,
+    matched,
     new_request,
     tables,
 )
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 # ---- load or compute -----------------------------------------------------------------------------
-
-
-def matched(scheduler: StoreScheduler, request: Request) -> int:
-    found: list[int | None] = [None]
-
-    def answered() -> bool:
-        found[0] = scheduler.matched_tokens(request, 0)
-        return found[0] is not None
-
-    until(answered)
-    return found[0] or 0
 
 
 def rank_of(host: Host) -> StoreWorker:
