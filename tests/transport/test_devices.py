@@ -59,5 +59,5 @@ def test_only_the_devices_that_are_named() -> None:
 
 
 def test_a_back_end_that_does_not_exist() -> None:
-    with pytest.raises(ConfigurationError, match="transfer.backends.*UCZ"):
+    with pytest.raises(ConfigurationError, match=r"transfer.backends.*UCZ"):
         NixlTransport("here/0", ("UCX", "UCZ"))

@@ -52,8 +52,9 @@ from tests.vllm_contract.memory_engines import (
 LAYERS = [f"model.layers.{number}.self_attn.attn" for number in range(3)]
 LAYER = LAYERS[0]
 DTYPES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.uint8, "int4_per_token_head": torch.uint8}
-CASES = [("fp8_per_token_head", layout) for layout in KVCacheLayout]
-CASES += [("int8_per_token_head", KVCacheLayout.LBNHC), ("int4_per_token_head", KVCacheLayout.LHBNC)]
+CASES = list(itertools.product(["fp8_per_token_head"], KVCacheLayout, [(1, 1), (1, 2), (4, 2)]))
+CASES += itertools.product(["int8_per_token_head"], [KVCacheLayout.LBNHC], [(1, 2), (2, 4)])
+CASES += itertools.product(["int4_per_token_head"], [KVCacheLayout.LHBNC], [(1, 2), (4, 2)])
 
 
 def engine(kind: str, tp_size: int, block_size: int, layout: KVCacheLayout) -> list[MemoryRank]:
@@ -70,12 +71,12 @@ def engine(kind: str, tp_size: int, block_size: int, layout: KVCacheLayout) -> l
     return [memory_rank(config(tp_size, block_size), specs, layout, tp_rank=rank) for rank in range(tp_size)]
 
 
-@pytest.mark.parametrize(("kind", "here"), CASES)
-@pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(1, 1), (1, 2), (4, 2), (2, 4)])
-def test_bytes_between_any_two_layouts(kind: str, here: KVCacheLayout, producer_tp: int, consumer_tp: int) -> None:
+@pytest.mark.parametrize(("kind", "here", "tp_sizes"), CASES)
+def test_bytes_between_any_two_layouts(kind: str, here: KVCacheLayout, tp_sizes: tuple[int, int]) -> None:
     """Two blocks of 32 tokens become one of 64, with their scales, whole or a range of layers at a
     time; nothing else changes.
     """
+    producer_tp, consumer_tp = tp_sizes
     producers = engine(kind, producer_tp, 32, here)
     shape = len(LAYERS), HEADS, 64, producers[0].bytes_of(LAYER).shape[3]
     sent = dict(zip(LAYERS, np.random.default_rng(1).integers(0, 256, shape, np.uint8), strict=True))

@@ -329,7 +329,7 @@ def test_hellos_wait_in_bounded_number(worker: Make, monkeypatch: pytest.MonkeyP
         answered.append(sender)
 
     monkeypatch.setattr(handshaker.Handshaker, "_accept", slow)
-    for number in (*range(1000), *range(1000)):
+    for number in (*range(9), *range(1000)):
         say_hello(producer, Peer(f"c{number}", 0))
     assert len(snapshot(producer.runtime).handshaker.pending_hellos) == handshaker.MAX_PENDING_HELLOS
     go.set()
@@ -392,9 +392,11 @@ def test_answers_that_nobody_waits_for_are_not_kept(worker: Make) -> None:
 )
 def test_whom_a_message_is_for(worker: Make, receiver: Peer, sender: Peer, taken: bool) -> None:
     """A signed frame for another worker, or with another sender, has no effect."""
-    producer, consumer = worker("p", secret=SECRET), worker("c", secret=SECRET)
-    say_hello(producer, CONSUMER, encode_agent_metadata(consumer.agent_metadata), SECRET)
-    until(lambda: CONSUMER in snapshot(producer.runtime).producer.consumers)
+    producer = worker("p", secret=SECRET)
+    for name in "cd":
+        metadata = worker(name, secret=SECRET).agent_metadata
+        say_hello(producer, Peer(name, 0), encode_agent_metadata(metadata), SECRET)
+    until(lambda: len(snapshot(producer.runtime).producer.consumers) == 2)
     frame = encode(Envelope(sender, receiver, Cancel("t")), derive_keys(SECRET).messages)
     producer.runtime.frame_received("c/0", frame, 0.0)
     assert sum(snapshot(producer.runtime).producer.early.values()) == int(taken)

@@ -315,7 +315,7 @@ def test_what_is_not_known_moves_whole_or_not_at_all(config: VllmConfig) -> None
     assert parts_of(config, three) == [("of 2 ranks", 0, 1, 2, 1, 192)]
     replica = spec(Kind.MAMBA2, mamba2(2, 1), tp_replicated=True)
     assert parts_of(config, replica) == [("replicated", 0, 1, 1, 1, replica.page_size_bytes)]
-    with pytest.raises(UnsupportedCacheError, match="layer 'layer'.*192 bytes"):
+    with pytest.raises(UnsupportedCacheError, match=r"layer 'layer'.*192 bytes"):
         state_parts(config, "layer", three, page(three)[:, :, :, :100], STATE_BLOCKS)
 
 
