@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.config import VllmConfig
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from connectors.store.tiers.staging import Staging
 from testing.memory_transport import Fabric
+from tests.vllm_contract.caches import connector_config
 from tests.vllm_contract.stored_prompt import Host
 from tests.vllm_contract.workers import SHORT, Worker
 
@@ -47,3 +51,22 @@ def host(tmp_path: Path) -> Iterator[Host]:
     yield made
     for scheduler in made.schedulers:
         scheduler.close()
+
+
+def collectors() -> set[Any]:
+    return set(REGISTRY._collector_to_names)  # noqa: SLF001 - prometheus_client lists samples only
+
+
+def build(kind: Any, **extra: Any) -> Any:
+    types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    config = VllmConfig(kv_transfer_config=connector_config(kind.__name__, **extra))
+    return kind.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[..., Any]]:
+    unregister_vllm_metrics()  # metrics of an engine that other tests started in this process
+    known = collectors()
+    yield build
+    for collector in collectors() - known:
+        REGISTRY.unregister(collector)

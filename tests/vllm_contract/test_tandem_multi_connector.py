@@ -1,18 +1,17 @@
-"""TandemMultiConnector beside vLLM's MultiConnector, and the metrics of Tandem's children."""
+"""TandemMultiConnector beside vLLM's MultiConnector, over the same children, with the same
+calls.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -27,212 +26,28 @@ from vllm.forward_context import ForwardContext
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.request import Request, RequestStatus
 
-from actors.replay_log import KvArrivals, KvTimes
 from connectors.codec import encode_agent_metadata
 from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import AgentMetadata
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps
-from connectors.vllm_hma.metrics import ARRIVALS_KEPT, PEERS_KEPT, RankTally, TandemPromMetrics, TandemStats
+from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.multi_connector import MultiHandshakeMetadata, TandemMultiConnector
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from testing.connector_state import snapshot
-from tests.campaigns.schedules.scheduling import Engine
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, child, connector_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import CACHE
+from tests.vllm_contract.test_metrics import carried, value
 from tests.vllm_contract.workers import (
-    ARRIVED,
-    BLOCK_BYTES,
     IDENTITY,
-    SENT,
     Worker,
-    both_ends,
     layout_of,
-    let_go,
-    results,
     sends_nothing_of_a_spoiled_step,
     until,
 )
-
-# ---- metrics -------------------------------------------------------------------------------------
-
-
-def collectors() -> set[Any]:
-    return set(REGISTRY._collector_to_names)  # noqa: SLF001 - prometheus_client lists samples only
-
-
-def build(kind: Any, **extra: Any) -> Any:
-    types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
-    config = VllmConfig(kv_transfer_config=connector_config(kind.__name__, **extra))
-    return kind.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
-
-
-@pytest.fixture
-def registered() -> Iterator[Callable[..., Any]]:
-    unregister_vllm_metrics()  # metrics of an engine that other tests started in this process
-    known = collectors()
-    yield build
-    for collector in collectors() - known:
-        REGISTRY.unregister(collector)
-
-
-@pytest.fixture
-def metrics(registered: Callable[..., Any]) -> TandemPromMetrics:
-    made: TandemPromMetrics = registered(TandemConnector)
-    return made
-
-
-def carried(stats: dict[str, Any]) -> Any:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(stats))
-
-
-def value(name: str, **labels: str) -> float | None:
-    return REGISTRY.get_sample_value(name, {"model_name": "m", "engine": "0", **labels})
-
-
-def observe(metrics: TandemPromMetrics, *steps: TandemStats | None) -> None:
-    """Carry the stats of one step's ranks to the metrics as vLLM does."""
-    ranks = [stats for stats in steps if stats is not None]
-    if ranks:
-        whole = ranks[0]
-        for other in ranks[1:]:
-            whole = whole.aggregate(other)
-        metrics.observe(carried(whole.to_dict()))
-
-
-def test_a_transfer_is_counted_from_its_offer_to_its_end(
-    metrics: TandemPromMetrics, worker: Callable[..., Worker]
-) -> None:
-    """Bytes count when they are sent, the write when it ends, and no transfer remains in
-    progress.
-    """
-    producer, consumer = both_ends(worker)
-    observe(metrics, producer.runtime.stats())
-    assert value("vllm:tandem_kv_sent_bytes_total", group="0") == 2 * BLOCK_BYTES
-    assert value("vllm:tandem_kv_writes_total", outcome="done") is None
-    assert value("vllm:tandem_kv_transfers", stage="live") == 1
-    let_go(producer)
-    assert results(consumer) == ARRIVED
-    producer.step(finished=[SENT])
-    observe(metrics, producer.runtime.stats())
-    assert value("vllm:tandem_kv_writes_total", outcome="done") == 1
-    peer = consumer.runtime.agent_metadata.incarnation
-    assert value("vllm:tandem_kv_pair_bytes_total", peer=peer) == 2 * BLOCK_BYTES
-    assert (value("vllm:tandem_kv_pair_seconds_total", peer=peer) or 0) > 0
-    assert value("vllm:tandem_kv_transfers", stage="live") == value("vllm:tandem_kv_transfers", stage="held") == 0
-    assert producer.runtime.stats() is None
-
-
-def test_what_is_held_up_shows_until_it_ends(metrics: TandemPromMetrics, impatient: Callable[..., Worker]) -> None:
-    """A write hangs after hang_s. Its producer does not answer the consumer's Cancel meanwhile, so
-    the consumer's blocks are in quarantine.
-    """
-    producer, consumer = both_ends(impatient)
-
-    def held_up() -> list[tuple[int, float | None]]:
-        found = []
-        for worker, kind in ((consumer, "quarantined"), (producer, "hanging")):
-            observe(metrics, worker.runtime.stats())
-            found.append((worker.runtime.counts()[kind], value(f"vllm:tandem_kv_{kind}")))
-        return found
-
-    assert held_up() == [(0, 0), (0, 0)]
-    consumer.step(aborts=["r"])
-    until(lambda: held_up() == [(1, 1), (1, 1)])
-    let_go(producer)
-    until(lambda: held_up() == [(0, 0), (0, 0)])
-
-
-def test_ranks_add_up_what_they_count_and_share_what_they_hold(metrics: TandemPromMetrics) -> None:
-    """Two ranks have the same transfers, each with its own bytes."""
-    ranks = RankTally(0), RankTally(1)
-    for rank, size in zip(ranks, (10, 20), strict=True):
-        rank.sent_bytes(1, size)
-    observe(metrics, *(rank.take({"held": 3, "remembered": 9}) for rank in ranks))
-    assert value("vllm:tandem_kv_sent_bytes_total", group="1") == 30
-    assert value("vllm:tandem_kv_transfers", stage="held") == 3
-    for held, shown in (((2, 3), 3), ((2, 0), 2)):  # a silent rank has not changed
-        observe(metrics, *(rank.take({"held": count}) for rank, count in zip(ranks, held, strict=True)))
-        assert value("vllm:tandem_kv_transfers", stage="held") == shown
-
-
-def test_peers_are_few(metrics: TandemPromMetrics) -> None:
-    """Each start of a decode engine is another peer: the least recently used series are removed."""
-    tally = RankTally(0)
-    for number in range(PEERS_KEPT + 10):
-        tally.written("busy", 1, 0.1, slow=False)
-        tally.written(f"e{number}", 1, 0.1, slow=False)
-        observe(metrics, tally.take({}))
-    peers = {
-        sample.labels["peer"] for family in REGISTRY.collect() for sample in family.samples if "peer" in sample.labels
-    }
-    assert len(peers) == PEERS_KEPT
-    assert {"busy", f"e{PEERS_KEPT + 9}"} <= peers
-    assert value("vllm:tandem_kv_pair_bytes_total", peer="busy") == PEERS_KEPT + 10
-
-
-def test_kv_has_arrived_when_the_last_rank_has_it() -> None:
-    """A transfer starts with the first rank's request, and fails if it fails on one rank."""
-    ranks = RankTally(0), RankTally(1)
-    for rank, asked_at, ended_at in zip(ranks, (10.0, 11.0), (15.0, 14.0), strict=True):
-        rank.asked("r", asked_at)
-        rank.asked("s", asked_at)
-        rank.ended("r", ended_at, failed=False)
-    ranks[1].ended("s", 20.0, failed=True)
-    ranks[0].ended("s", 21.0, failed=False)
-    first, second = (rank.take({}) or TandemStats() for rank in ranks)
-    first.fetched("r", 9.0, 9.5)
-    found = carried(first.aggregate(second).to_dict())
-    arrivals = KvArrivals()
-    for request_id in ("r", "s", "never"):
-        arrivals.expect(request_id)
-    arrivals.observe(found)
-    arrivals.observe(None)
-    assert arrivals.take("r") == KvTimes((10.0, 15.0, False), (9.0, 9.5))
-    assert arrivals.take("s") == KvTimes((10.0, 21.0, True))
-    assert arrivals.take("never") == KvTimes()
-    arrivals.observe(found)
-    assert arrivals.take("r") == KvTimes(), "an unexpected transfer is not recorded"
-
-
-def test_arrivals_that_nobody_asks_for_do_not_pile_up() -> None:
-    """vLLM adds reports up until its log reads them, which it may never do."""
-    whole = TandemStats()
-    for number in range(3000):
-        step = TandemStats()
-        step.arrived(f"r{number}", 1.0, 2.0, False)
-        whole.aggregate(step)
-    assert len(whole.data["arrivals"]) == ARRIVALS_KEPT
-    assert "r2999" in whole.data["arrivals"]
-
-
-def test_a_second_engine_of_a_process_registers_its_own(metrics: TandemPromMetrics) -> None:
-    """vLLM unregisters the metrics of the previous engine."""
-    unregister_vllm_metrics()
-    second = build(TandemConnector)
-    tally = RankTally(0)
-    tally.write_ended("done")
-    observe(second, tally.take({}))
-    assert value("vllm:tandem_kv_writes_total", outcome="done") == 1
-
-
-def test_the_log_line_of_an_interval_adds_its_steps() -> None:
-    """vLLM itself adds the steps' stats up for its periodic line."""
-    steps = TandemStats(), TandemStats()
-    for stats in steps:
-        stats.count("requests", "received", 2)
-        stats.count("bytes", "0", 1_500_000)
-    rebuilt = [TandemConnector.build_kv_connector_stats(stats.to_dict()) for stats in steps]
-    assert rebuilt[0].aggregate(rebuilt[1]).reduce() == {"KV received": 4, "MB sent": 3.0}
-    assert TandemConnector.build_kv_connector_stats(None).is_empty()
-
-
-# ---- tandem multi connector ----------------------------------------------------------------------
-
 
 BOUND = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
 TANDEM, STORE = child(), child("TandemStoreConnector")
@@ -558,23 +373,3 @@ def test_a_produced_request_keeps_its_blocks_without_hma(make: Make, tmp_path: P
     held, answer = connector.request_finished_all_groups(asked, ([1, 2],))
     assert held, "the blocks are freed while decode may still fetch them"
     assert (answer or {})["transfer_id"] == "t"
-
-
-# ---- failed loads policy -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [MultiConnector, TandemMultiConnector])
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_only_the_policy_of_the_engine_counts(kind: Any, policy: Any) -> None:
-    """A child cannot set it, so vLLM's MultiConnector must have it; Tandem's sets it itself."""
-    transfer = connector_config(kind.__name__, connectors=[child()])
-    transfer.kv_load_failure_policy = policy
-    config = vllm_config.__wrapped__(kv_transfer_config=transfer)
-    refused = kind is MultiConnector and policy == "fail"
-    refusal = pytest.raises(ConfigurationError, match="kv_load_failure_policy='recompute'")
-    with set_current_vllm_config(config), refusal if refused else nullcontext():
-        kind(config, KVConnectorRole.WORKER, cache_config((["layer"], full()))).shutdown()
-        assert transfer.kv_load_failure_policy == "recompute"
-    engine = Engine(0, 60, True, False)
-    engine.close()
-    assert engine.scheduler.recompute_kv_load_failures
