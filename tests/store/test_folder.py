@@ -69,7 +69,7 @@ def flipped(data: bytearray, at: int) -> bytearray:
 
 FIRST, SECOND = (slice(HEADER_BYTES + n * PIECE_BYTES, HEADER_BYTES + (n + 1) * PIECE_BYTES) for n in (0, 1))
 LONG = 2 * PIECE_BYTES + 10
-DAMAGES: dict[str, Callable[[bytearray], bytes]] = {
+DAMAGES: dict[str, Callable[[bytearray], bytes | bytearray]] = {
     "header": lambda data: flipped(data, 50),
     **{
         f"byte {at}": lambda data, at=at: flipped(data, HEADER_BYTES + at)  # type: ignore[misc]

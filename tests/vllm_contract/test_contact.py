@@ -56,8 +56,8 @@ def deliver(producer: Worker, consumer: Worker, name: str, arrives: bool = True)
     assert not arrives or consumer.cache[[3, 5], 0].tolist() == [2, 3]
 
 
-def kept(producer: Worker) -> tuple[int, frozenset[str]]:
-    return len(snapshot(producer.runtime).peers.planned), producer.transport.peers
+def kept(producer: Worker) -> tuple[int, set[str]]:
+    return len(snapshot(producer.runtime).peers.planned), set(producer.transport.peers)
 
 
 # ---- first contact -----------------------------------------------------------------------------

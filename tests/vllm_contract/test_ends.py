@@ -210,9 +210,12 @@ def test_the_fence_does_not_hold_the_lock(worker: Make, monkeypatch: pytest.Monk
     producer, _ = both_ends(worker)
     clock, answered = Clock(monkeypatch), threading.Event()
 
+    def ask() -> None:
+        producer.runtime.counts()
+        answered.set()
+
     def during() -> None:
         if len(clock.rests) == 1:
-            ask = lambda: (producer.runtime.counts(), answered.set())  # noqa: E731
             threading.Thread(target=ask, daemon=True).start()
             assert answered.wait(30), "the lock is held while the fence pauses"
             let_go(producer)

@@ -33,12 +33,11 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
+    """Create vLLM's scheduler with the connector's scheduler side; close it at the end."""
     made: list[Engine] = []
 
-    def engine(
-        seed: int = 0, blocks: int = 60, prefix_caching: bool = True, asynchronous: bool = False, **options: Any
-    ) -> Engine:
-        made.append(Engine(seed, blocks, prefix_caching, asynchronous, **options))
+    def engine(blocks: int = 60, prefix_caching: bool = True, asynchronous: bool = False, **options: Any) -> Engine:
+        made.append(Engine(options.pop("seed", 0), blocks, prefix_caching, asynchronous, **options))
         return made[-1]
 
     yield engine
@@ -60,7 +59,7 @@ PRODUCE = {"do_remote_decode": True, "transfer_id": "t"}
 def test_random_steps(blocks: int, prefix_caching: bool, asynchronous: bool, make: Make) -> None:
     """A part of the campaign `schedules`: all requests end, and the pool is at its baseline."""
     seed = KINDS.index((blocks, prefix_caching, asynchronous))
-    make(seed, blocks, prefix_caching, asynchronous).run(STEPS)
+    make(blocks, prefix_caching, asynchronous, seed=seed).run(STEPS)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,7 @@ def test_blocks_of_a_step_in_flight_are_not_received(make: Make, role: str) -> N
     """An aborted request's step may still write to its blocks. vLLM keeps such blocks out of the
     pool only on engines whose role receives KV (``defer_block_free``).
     """
-    engine = make(0, 32, False, asynchronous=True, role=role)
+    engine = make(32, False, asynchronous=True, role=role)
     scheduler = engine.scheduler
     add(engine, "aborted", list(range(10, 42)), None, max_tokens=9)
     in_flight = scheduler.schedule()
@@ -203,10 +202,8 @@ class Loading(Engine):
         self.answered = False
         self.others: set[str] = set()
         self.others_later = 0
-        self._matched, self._allocated = (
-            self.connector.get_num_new_matched_tokens,
-            self.connector.update_state_after_alloc,
-        )
+        connector = self.connector
+        self._matched, self._allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
         self.connector.get_num_new_matched_tokens = self._matched_tokens  # type: ignore[method-assign]
         self.connector.update_state_after_alloc = self._after_alloc  # type: ignore[method-assign]
 
