@@ -205,6 +205,8 @@ def test_a_slotted_page_moves_whole(tp_size: int, layout: KVCacheLayout, slots: 
     # Ranks are paired by number, and this is rank 0 of both.
     transfer([producer], consumer, [whole_blocks(0, 3, 7)])
     assert np.array_equal(consumer.storage(), expected.storage())
+    (pages,) = consumer.layout.groups[0].layers
+    assert (pages.total_heads, pages.heads, pages.rows) == (tp_size, 1, 1), "slots are not heads"
 
 
 def test_slotted_pages_are_not_cut() -> None:

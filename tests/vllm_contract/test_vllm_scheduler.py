@@ -323,6 +323,11 @@ def test_an_aborted_load_may_go_into_quarantine(loading: Callable[..., Loading])
     engine.scheduler.finish_requests("x", RequestStatus.FINISHED_ABORTED)
     engine.ask("small", 5, loads=False)
     engine.steps_until_over("small")
+    while not len(engine.connector.scheduler.quarantine):
+        engine.step()
+    engine.ask("later", 5, loads=False)
+    engine.steps_until_over("later")
+    assert engine.scheduler.requests["r"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
     engine.answered = True
     engine.steps_until_over("r", "x")
     engine.check_nothing_remains()
