@@ -103,12 +103,13 @@ def test_a_damaged_object_is_never_read(tmp_path: Path, damage: str) -> None:
     else:
         path.write_bytes(DAMAGES[damage](data) if damage in DAMAGES else data)
     with pytest.raises(StoreError):
-        tier.read(name(1), memoryview(bytearray(LONG - (damage == "another size"))))
+        tier.read(name(1), memoryview(bytearray(LONG + (damage == "another size"))))
     assert tier.counts.corrupt == 1
     assert not path.exists()
     assert write(tier, 1, size=LONG)
     assert holds(tier, 1, LONG)
     assert holds(tier, 2, LONG)
+    assert tier.used_bytes(soon()) == disk_bytes(tier)
 
 
 # ---- the budget --------------------------------------------------------------------------------
@@ -454,6 +455,17 @@ def test_two_processes_may_start_on_a_new_path(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(OpenFolder, "entries", list_while_another_starts)
     FolderTier(tmp_path / "new", 2**20).close()
+
+
+def test_two_writers_of_one_object_count_it_once(tier: FolderTier) -> None:
+    class Overtaken(Files):
+        def write(self, *arguments: Any) -> None:
+            super().write(*arguments)
+            assert write(FolderTier(tier.path, tier.budget_bytes, durable=False), 1)
+
+    tier.files = Overtaken()
+    assert not write(tier, 1)
+    assert tier.used_bytes(soon()) == disk_bytes(tier) == BLOCK
 
 
 KILLED = """
