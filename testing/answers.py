@@ -23,7 +23,6 @@ class Reader:
         self.written.append(data)
 
     def take(self) -> bytes:
-        """Return the oldest write."""
         data = self.written.popleft()
         if not self.written and self.on_resume is not None:
             asyncio.get_running_loop().call_soon(self._resume)
@@ -55,5 +54,4 @@ async def body_of(answer: Any) -> AsyncGenerator[bytes, None]:
 
 
 async def whole_body(answer: Any) -> bytes:
-    """Return the complete body of an answer."""
     return b"".join([piece async for piece in body_of(answer)])

@@ -34,7 +34,6 @@ class Page:
         self._numbers = itertools.count(1)
 
     async def read(self) -> None:
-        """Receive answers and events until the tab closes."""
         async for message in self._socket:
             event = message.json()
             if "id" in event:
@@ -43,7 +42,6 @@ class Page:
                 self.problems.append(str(event["params"]))
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the DevTools protocol and return its result."""
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
@@ -52,13 +50,11 @@ class Page:
         return dict(found["result"])
 
     async def evaluate(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression."""
         found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     async def until(self, expression: str) -> None:
-        """Wait until a JavaScript expression is true."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 if await self.evaluate(expression):
@@ -101,7 +97,6 @@ async def opened(url: str, folder: Path) -> AsyncGenerator[Page, None]:
 
 
 async def _port(file: Path) -> int:
-    """Return the port that the browser writes to ``file``."""
     async with asyncio.timeout(WAIT_S):
         while True:
             if len(lines := _lines(file)) == 2:

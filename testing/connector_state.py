@@ -15,7 +15,6 @@ from connectors.protocol.producer import Producer
 
 
 def snapshot(of: Any) -> SimpleNamespace:
-    """Return a copy of the state of a state machine, or of one side of a connector."""
     if isinstance(of, Producer):
         return _producer(of)
     if isinstance(of, Consumer):
@@ -86,10 +85,8 @@ def side_channel_process(owner: Any) -> Any:
 
 
 def open_connections(server: Any) -> int:
-    """Return the number of open connections of a ``MetadataServer``."""
     return len(server._open)
 
 
 def serves(server: Any) -> bool:
-    """Return whether the thread of a ``MetadataServer`` runs."""
     return bool(server._thread.is_alive())

@@ -46,7 +46,6 @@ class Engine(AsyncLLM):
     """Engine that gives its processes SHUTDOWN_S to end."""
 
     def shutdown(self, timeout: float | None = SHUTDOWN_S) -> None:
-        """End the engine's processes; kill those that still run after `timeout` seconds."""
         super().shutdown(timeout)
 
 

@@ -64,12 +64,10 @@ class RecallPrompt:
 
     @property
     def text(self) -> str:
-        """The completion prompt; also the content of the user message in a chat."""
         return f"{self.facts_text}{self.question_name}?"
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The prompt as OpenAI chat messages."""
         return [{"role": "user", "content": self.text}]
 
     @property
@@ -79,7 +77,6 @@ class RecallPrompt:
 
     @property
     def distance_facts(self) -> int:
-        """Number of facts between the asked fact and the question."""
         return len(self.facts) - 1 - self.asked
 
 
@@ -127,7 +124,6 @@ def exact(prompt: RecallPrompt, completion: str) -> bool:
 
 
 def accuracy(outcomes: Sequence[bool]) -> float:
-    """Return the fraction of true outcomes; 0 for none."""
     return sum(outcomes) / len(outcomes) if outcomes else 0.0
 
 

@@ -59,8 +59,7 @@ def gemma3(folder: Path, kv_heads: int = 4, seed: int = 0, sliding: int = 2) -> 
     The layers are ``sliding`` sliding layers and one full layer, twice; vLLM makes sliding + 1 KV
     cache groups of them.
     """
-    _save_gemma3(folder, seed, hidden=128, layer_types=_layers(sliding, 2), heads=4, kv_heads=kv_heads, head_dim=32)
-    return str(folder)
+    return _save_gemma3(folder, seed, 128, _layers(sliding, 2), **_attention(kv_heads))
 
 
 def repeating_gemma3(folder: Path) -> str:
@@ -84,11 +83,12 @@ def benchmark_gemma3(folder: Path) -> SizedModel:
     It has 12 layers, about 14 million parameters, and the demo model's tokenizer, so that servers
     can stream text.
     """
-    _save_gemma3(folder, 0, hidden=448, layer_types=_layers(5, 2), heads=8, kv_heads=4, head_dim=64)
+    attention = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    path = _save_gemma3(folder, 0, 448, _layers(5, 2), **attention)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL_DIR / name, folder / name)
     token_bytes = 2 * 4 * 64 * 4
-    return SizedModel(str(folder), {"full_layers": 2, "sliding_layers": 10, "token_bytes_a_layer": token_bytes})
+    return SizedModel(path, {"full_layers": 2, "sliding_layers": 10, "token_bytes_a_layer": token_bytes})
 
 
 def wide_llama(folder: Path) -> SizedModel:
@@ -108,7 +108,6 @@ def wide_llama(folder: Path) -> SizedModel:
 
 
 def llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """Create a full-attention model: one KV cache group of four layers. Return its path."""
     config = LlamaConfig(**_SIZES, **_attention(kv_heads), num_hidden_layers=4)
     return _save(LlamaForCausalLM, config, folder, seed)
 
@@ -352,9 +351,8 @@ _SIZES = {
 }
 
 
-def _attention(kv_heads: int, head_dim: bool = True) -> dict[str, int]:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": kv_heads}
-    return heads | ({"head_dim": 32} if head_dim else {})
+def _attention(kv_heads: int) -> dict[str, int]:
+    return {"num_attention_heads": 4, "num_key_value_heads": kv_heads, "head_dim": 32}
 
 
 def _save(kind: type[PreTrainedModel], config: PreTrainedConfig, folder: Path, seed: int) -> str:
@@ -367,29 +365,15 @@ def _layers(sliding: int, repeats: int) -> list[str]:
     return (["sliding_attention"] * sliding + ["full_attention"]) * repeats
 
 
-def _save_gemma3(
-    folder: Path, seed: int, hidden: int, layer_types: list[str], heads: int, kv_heads: int, head_dim: int
-) -> None:
-    torch.manual_seed(seed)
+def _save_gemma3(folder: Path, seed: int, hidden: int, layer_types: list[str], **attention: int) -> str:
     config = Gemma3TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
+        **_SIZES | {"hidden_size": hidden, "intermediate_size": 4 * hidden},
+        **attention,
         num_hidden_layers=len(layer_types),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
         sliding_window=WINDOW_TOKENS,
         layer_types=layer_types,
-        max_position_embeddings=4096,
-        # The default 0.02 makes logits so flat that a wrong block would hardly change them.
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
     )
-    Gemma3ForCausalLM(config).float().save_pretrained(folder)
+    return _save(Gemma3ForCausalLM, config, folder, seed)
 
 
 def damaged(model: str, share: float) -> str:

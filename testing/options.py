@@ -8,7 +8,6 @@ from typing import Any
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the keyword-only parameters of a function, which are its options."""
     return {
         name: parameter.default
         for name, parameter in inspect.signature(function, eval_str=True).parameters.items()

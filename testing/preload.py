@@ -29,5 +29,4 @@ give_vllm_these_ports()
 
 
 def main() -> None:
-    """Run vLLM's OpenAI server with the arguments in ``sys.argv``."""
     _main()

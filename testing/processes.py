@@ -30,7 +30,6 @@ class Processes:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Resume these processes; stop them again at the end."""
         self.wake()
         try:
             yield
@@ -65,7 +64,6 @@ class Arm(Processes):
 
 
 def children() -> set[int]:
-    """Return the ids of all descendants of this process."""
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
@@ -80,7 +78,6 @@ def own_cores() -> list[int]:
 
 
 def pin(pids: Iterable[int], cores: Iterable[int]) -> None:
-    """Restrict all threads of these processes to ``cores``."""
     cores = tuple(cores)
     for pid in pids:
         for thread in psutil.Process(pid).threads():

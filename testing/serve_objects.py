@@ -8,15 +8,12 @@ from ray.serve import Application, Deployment
 
 
 def deployment_of(application: Application) -> Deployment:
-    """Return the deployment that an application binds."""
     return application._bound_deployment  # noqa: SLF001 - Ray Serve has no public name for it
 
 
 def deployment_config_of(deployment: Deployment) -> Any:
-    """Return the options that Ray Serve stores for a deployment."""
     return deployment._deployment_config  # noqa: SLF001 - Ray Serve has no public name for it
 
 
 def replica_config_of(deployment: Deployment) -> Any:
-    """Return the options that Ray Serve stores for a deployment's replicas."""
     return deployment._replica_config  # noqa: SLF001 - Ray Serve has no public name for it

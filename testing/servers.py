@@ -134,13 +134,11 @@ class Server:
         raise self.start_failure()
 
     def start_failure(self) -> RuntimeError:
-        """Return an error with the server's own exception, or with the end of its log."""
         log = self.log.read_text(errors="replace")
         return RuntimeError(f"{self.name} does not start: {root_cause(log) or log[-3000:]} (see {self.log})")
 
     @property
     def api(self) -> psutil.Process:
-        """The API server's process of the present start."""
         assert self._api is not None, "start the server first"
         return self._api
 
@@ -150,7 +148,6 @@ class Server:
 
     @property
     def found_port_taken(self) -> bool:
-        """True if the port of this start was taken."""
         return "Address already in use" in self.log.read_text(errors="replace")
 
     def wait_end(self, timeout_s: float) -> None:

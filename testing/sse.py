@@ -52,10 +52,5 @@ def _add(total: dict[str, Any], part: dict[str, Any]) -> None:
             total[name] = value
 
 
-def prefix(stream: bytes, count: int) -> bytes:
-    """Return the first `count` events as bytes."""
-    return b"".join(event + b"\n\n" for event in stream.split(b"\n\n")[:count])
-
-
 def whole(chunks: Iterable[bytes]) -> bytes:
     return b"".join(chunks)

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.engine
     ],
 )
 def test_identity(name: str, tp: tuple[int, int], tmp_path: Path) -> None:
-    """Tokens and logprobs equal one engine's, all KV is moved, and nothing leaks."""
     family = FAMILIES[name]
     result = asyncio.run(run(family, tp, family.build(tmp_path / name), 24, tmp_path / "trace.jsonl", tokens=3))
     assert result.identity.wrong == ()

@@ -30,7 +30,6 @@ Kind = tuple[Endpoint, dict[str, Any]]
 
 
 def long(kind: Kind) -> Kind:
-    """The request with a longer prompt, whose KV moves."""
     endpoint, body = kind
     new = {"prompt": LONG} if "prompt" in body else {"messages": [{"role": "user", "content": LONG}]}
     return endpoint, body | new | {"max_tokens": 12, "min_tokens": min(body.get("min_tokens", 0), 6)}
@@ -65,7 +64,6 @@ async def engines() -> AsyncIterator[EnginePair]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def pair(engines: EnginePair) -> AsyncIterator[EnginePair]:
-    """The engines, whose pools must be at their baseline after each test."""
     yield engines
     assert await engines.idle()
 

@@ -31,7 +31,6 @@ print(sys.modules["connectors.vllm_hma.connector"].__file__)
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the wheel that the source distribution makes."""
     folder = tmp_path_factory.mktemp("package")
     for part in ("actors", "app", "configs", "connectors"):
         shutil.copytree(ROOT / part, folder / "source" / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -54,7 +53,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(environment: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of the environment, in a folder other than the checkout."""
     command = ["env", "-u", "PYTHONPATH", str(environment / "bin" / program), *arguments]
     return subprocess.run(command, cwd=environment, capture_output=True, text=True, check=False)
 
@@ -80,7 +78,7 @@ def test_the_connector_alone(environment: Path) -> None:
     code = HIDE.format(hidden=("ray",)) + "from app.cli import main; sys.exit(main(['run']))"
     without_ray = run(environment, "python", "-c", code)
     assert without_ray.returncode == 1
-    assert without_ray.stderr == "tandem run: the module ray is not installed; pip install '.[serve]' in the checkout\n"
+    assert "the module ray is not installed" in without_ray.stderr
 
 
 @pytest.mark.parametrize("name", ["local.yaml", "two-models.yaml"])

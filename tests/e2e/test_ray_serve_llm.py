@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -18,6 +17,7 @@ from testing.ports import free_port
 from testing.servers import Server
 from testing.trace import read_trace
 from testing.vllm_server import ROOT, stop
+from tests.e2e.proxied import FACTS, OPTIONS, complete, running
 
 pytestmark = [
     pytest.mark.engine(killed=True),
@@ -26,11 +26,6 @@ pytestmark = [
 
 ENGINE = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "max_model_len": 2048, "max_num_seqs": 16}
 REPLACED_S = 240.0
-
-
-def complete(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status()
-    return dict(answer.json()["choices"][0])
 
 
 def replica(process: psutil.Process, role: str) -> psutil.Process:
@@ -42,15 +37,10 @@ def replica(process: psutil.Process, role: str) -> psutil.Process:
 def test_answers_are_one_engines_and_all_kv_is_transferred(tmp_path: Path) -> None:
     """Also after Serve has replaced a prefill replica. Each prompt is new and needs a transfer."""
     trace, rng = tmp_path / "trace.jsonl", random.Random(7)
-    options = {"model": "demo", "max_tokens": 6, "temperature": 0, "logprobs": 2, "return_token_ids": True}
-    bodies = [options | {"prompt": make_prompt(rng, facts).text} for facts in (1, 5, 20, 21, 40, 80, 120, 160) * 2]
+    bodies = [OPTIONS | {"prompt": make_prompt(rng, facts).text} for facts in FACTS * 2]
     single = Server("single", free_port(), 1, tmp_path, None)
-    try:
-        single.start()
-        single.wait_until_up()
+    with running(single):
         alone = [complete(single.url, body) for body in bodies]
-    finally:
-        single.destroy()
     transfer = {"kv_connector": "TandemConnector", "kv_connector_extra_config": {"trace_path": str(trace)}}
     application, url = ray_llm.start(tmp_path, str(MODEL_DIR), ENGINE, transfer)
 

@@ -25,6 +25,7 @@ from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from testing import browser
 from testing.facts import RecallPrompt, exact, make_prompt
 from testing.service_process import ROOT, ServiceProcess, write_config
+from testing.sse import events
 from testing.timing import server_timing
 from tests.campaigns.service.world import MODEL, leaks, total, until
 
@@ -68,13 +69,6 @@ def metric(http: httpx.Client, name: str, **labels: str) -> float:
 def wait_until_idle(http: httpx.Client) -> None:
     """Wait until both engines have no requests and all their blocks, for a limited time."""
     assert leaks(str(http.base_url).rstrip("/"), IDLE_TIMEOUT_S) == {}
-
-
-def sse(text: str) -> list[dict]:
-    """Return the events of a stream, which must end in [DONE]."""
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def completion(prompt: object, **more: object) -> dict:
@@ -169,7 +163,7 @@ def test_a_stream_comes_in_pieces(http):
     with http.stream("POST", "/v1/completions", json=body) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         pieces = list(reply.iter_raw())
-    tokens = [one["choices"][0]["token_ids"] for one in sse(b"".join(pieces).decode())]
+    tokens = [one["choices"][0]["token_ids"] for one in events(b"".join(pieces))]
     assert sum(map(len, tokens)) == 30
     assert len(tokens) > 20
     assert len(pieces) > 5
@@ -204,7 +198,6 @@ COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/
 
 
 async def _leave(service: ServiceProcess, body: dict, after_s: float) -> None:
-    """Send a request; close the connection `after_s` seconds after its last byte."""
     content = json.dumps(body).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     _, writer = await asyncio.open_connection("127.0.0.1", service.port)
@@ -244,7 +237,6 @@ async def test_a_client_that_leaves_ends_both_legs(service, http, stream, after_
 
 
 async def test_many_at_once(service, http):
-    """All answers are right, and nothing leaks."""
     prompts = [recall(100 + index, facts=5 + 9 * index) for index in range(16)]
     async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
         sent = (client.post("/v1/completions", json=completion(prompt.text)) for prompt in prompts)
@@ -279,7 +271,6 @@ async def test_the_status_page_under_load(service, tmp_path):
 
 
 def answers_to_a_stranger(port: int) -> bytes:
-    """Return the response of a port on this machine to a request for agent metadata."""
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as stranger:
         stranger.settimeout(1)
         stranger.sendall(b"tandem/%d metadata\n" % PROTOCOL_VERSION)
@@ -304,7 +295,6 @@ def test_a_stranger_gets_no_metadata(service):
 
 
 def test_metrics_are_one_exposition(http):
-    """Every metric family occurs once, with separate samples of both engines."""
     text = http.get("/metrics").text
     types = [line for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(types) == len(set(types))
@@ -321,7 +311,6 @@ def test_metrics_are_one_exposition(http):
 
 
 def test_a_wrong_key_stops_the_start_with_one_message(tmp_path):
-    """The message names the key; nothing is started, and there is no stack trace."""
     config = write_config("local.yaml", tmp_path, decode={"tensor_parallel": 2})
     command = [sys.executable, "-m", "app.run", "--config", str(config)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

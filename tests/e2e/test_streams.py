@@ -174,7 +174,6 @@ async def test_a_stream_does_not_continue_on_other_weights(engine: VllmEngine, t
 
 
 async def test_a_client_cannot_force_tokens(engine: VllmEngine) -> None:
-    """The engine ignores the field in a client's request."""
     endpoint, body = completion(temperature=0, ignore_eos=True)
     forced = body | {"vllm_xargs": {"tandem_forced_tokens": [7, 7, 7], "tandem_emitted_tokens": [7, 7]}}
     assert said(await stream(engine, endpoint, forced)) == said(await stream(engine, endpoint, body))

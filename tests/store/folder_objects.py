@@ -34,7 +34,6 @@ def write(tier: FolderTier, number: int, size: int = PAYLOAD, end_token: int = 0
 
 
 def holds(tier: FolderTier, number: int, size: int = PAYLOAD) -> bool:
-    """Return whether the tier has an object; check the bytes that it reads."""
     if not tier.find(name(number)):
         return False
     into = memoryview(bytearray(size))
@@ -48,6 +47,5 @@ def file_of(tier: FolderTier, number: int, space: bytes = SPACE) -> Path:
 
 
 def disk_bytes(tier: FolderTier) -> int:
-    """Return the bytes on disk of all files of a tier, as ``du`` counts them."""
     files = [path for part in ("objects", "parts") for path in (tier.path / part).rglob("*") if path.is_file()]
     return sum(path.stat().st_blocks * 512 for path in files)

@@ -76,7 +76,6 @@ class InlineLane(Lane):
         return call
 
     def run(self, count: int = 10**6) -> None:
-        """Run queued calls, the oldest first."""
         for _ in range(min(count, len(self._queue))):
             call = self._queue.popleft()
             call.started = True

@@ -98,8 +98,6 @@ class SimulatedStream:
 
 
 class SimulatedEvent:
-    """An event that has passed as soon as the host asks, unless the device is ``late``."""
-
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self.clock: Clock = {}

@@ -221,7 +221,7 @@ def test_a_rejected_copy_is_a_failed_store(
         copies = attached(staging, cache)
         monkeypatch.setattr(torch.Tensor, "index_copy_", reject_copy)
         device.late = True
-        with pytest.raises(StoreError, match="the device rejects a copy: CUDA out of memory"):
+        with pytest.raises(StoreError, match="rejects a copy"):
             copies.load(Runs(host, blocks, length))
         monkeypatch.setattr(torch.Tensor, "index_copy_", scatter)
         for _ in range(10):

@@ -86,7 +86,6 @@ def test_the_longest_prefix_of_readable_objects(
 
 @pytest.mark.parametrize(("pages", "end"), [(11, 384), (10, 256), (7, 128), (4, 0)])
 def test_objects_that_do_not_fit_into_staging_are_not_read(make: Make, pages: int, end: int) -> None:
-    """A full-attention object takes three pages, a window and a state one each."""
     tier = MemoryTier("disk", ALL)
     store = make(tier, pages=pages)
     assert ended(begun(store), store)[0] == end
@@ -252,7 +251,6 @@ PLANS = (
 def test_whatever_fails_the_end_rests_on_verified_objects(
     make: Make, plan: StorePlan, tokens: int, blocks: int, data: st.DataObject
 ) -> None:
-    """The end is that of the longest prefix of objects that did not fail."""
     start = min(blocks * 192, tokens)
     present = {ref for ref in possible_objects(plan, start, tokens) if data.draw(st.integers(0, 5))}
     broken = {ref for ref in present if not data.draw(st.integers(0, 5))}

@@ -57,7 +57,6 @@ def test_processes_that_ask_at_once_get_one_id(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"0123", bytes(32), b"g" * 32, b"0" * 33], ids=repr)
 def test_a_marker_without_an_id_gets_one(tmp_path: Path, content: bytes) -> None:
-    """A process that was killed may have written a part, and a power loss may leave zeros."""
     FolderTier(tmp_path / "tier", 1 << 20).close()
     (tmp_path / "tier" / MARKER).write_bytes(content)
     found = folder_id(tmp_path / "tier")
@@ -92,6 +91,7 @@ def test_engines_describe_their_store_to_routers(tmp_path: Path, monkeypatch: py
         ("second name of marker", f"{MARKER} cannot be used: it is a link"),
         ("open objects", "objects cannot be used: all users of this host may write to it"),
         ("open store", "all users of this host may write to it and could change stored KV"),
+        ("group's store", ""),
         ("open parent", ""),
         ("link", ""),
         ("relative link", ""),
@@ -120,6 +120,8 @@ def test_a_folder_that_others_can_change_or_lead_elsewhere_is_refused(tmp_path: 
             (store / "objects").chmod(0o777)
         case "open store":
             store.chmod(0o777)
+        case "group's store":
+            store.chmod(0o2775)  # as Kubernetes mounts a volume with an fsGroup
         case "open parent":
             parent.chmod(0o2777)  # as Kubernetes makes an emptyDir with an fsGroup
         case "link" | "relative link" | "circular link" | "link of others":

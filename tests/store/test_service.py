@@ -113,7 +113,6 @@ def test_a_stored_prefix_is_loaded_by_another_engine(host: Host) -> None:
 
 
 def test_lookups_behind_a_slow_one_are_counted_as_late(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next poll comes after the lane has dropped the calls whose deadline has passed."""
     monkeypatch.setattr(fetch_module, "_LOOKUPS_PER_CALL", 1)
     save(host.start(), *ALL)
     find_all = FolderTier.find_all
@@ -191,7 +190,6 @@ def test_a_slow_disk_drops_stores_and_never_waits(host: Host, monkeypatch: pytes
 
 
 def test_stores_use_half_of_the_staging_memory(host: Host) -> None:
-    """Stores that wait for a slow tier leave room for loads; one object always has room."""
     store, small = host.start(staging=4 * 12288), host.start(staging=12288)
     assert [store.reserve(ref) is None for ref in FULL] == [False, False, True]
     assert [small.reserve(ref) is None for ref in FULL] == [False, True, True]

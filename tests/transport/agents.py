@@ -54,7 +54,6 @@ def runs(*rows: tuple[int, int, int]) -> Runs:
 
 
 def until(done: Callable[[], bool], agents: Sequence[Agent] = ()) -> None:
-    """Poll the agents until ``done``; fail after a deadline."""
     deadline = time.monotonic() + DEADLINE_S
     while not done():
         assert time.monotonic() < deadline, f"not done within {DEADLINE_S} s"
@@ -63,13 +62,11 @@ def until(done: Callable[[], bool], agents: Sequence[Agent] = ()) -> None:
 
 
 def write(sender: Agent, receiver: Agent, what: Runs) -> None:
-    """Post a write and wait for its end."""
     handle = sender.transport.write(receiver.name, what, HOST, HOST)
     until(lambda: sender.transport.poll(handle), [receiver])
 
 
 def receive(receiver: Agent, count: int, sender: Agent) -> list[tuple[str, bytes]]:
-    """Return the next ``count`` messages."""
     messages: list[tuple[str, bytes]] = []
 
     def arrived() -> bool:

@@ -47,7 +47,6 @@ def pair(kind: str, fabric: Fabric) -> Iterator[tuple[Agent, Agent]]:
 
 @pytest.fixture
 def fresh(pair: tuple[Agent, Agent]) -> tuple[Agent, Agent]:
-    """The pair with distinct source bytes and a canary at the destination."""
     pair[0].buffer[:] = np.arange(SIZE // 4, dtype="<u4").view(np.uint8)
     pair[1].buffer[:] = CANARY
     return pair
@@ -55,7 +54,6 @@ def fresh(pair: tuple[Agent, Agent]) -> tuple[Agent, Agent]:
 
 @pytest.fixture
 def lone(kind: str, fabric: Fabric) -> Iterator[Agent]:
-    """A separate agent, for tests that close it."""
     agent = make_agent(kind, fabric, 4096)
     yield agent
     agent.transport.close()
@@ -98,27 +96,19 @@ def test_many_writes_at_once(fresh: tuple[Agent, Agent]) -> None:
     until(lambda: ours.transport.poll(again), [theirs])
 
 
-def test_a_write_of_nothing_is_refused(pair: tuple[Agent, Agent]) -> None:
-    """It could never end."""
-    with pytest.raises(TransportError, match="0 runs"):
-        pair[0].transport.write(pair[1].name, Runs(*[np.empty(0, np.int64)] * 3), HOST, HOST)
-
-
-def test_messages_arrive_whole_and_once(pair: tuple[Agent, Agent]) -> None:
-    """Messages have the sender's name and any bytes. Their order is not guaranteed."""
+def test_messages_arrive_whole_and_once(pair: tuple[Agent, Agent], lone: Agent) -> None:
+    """Messages have the sender's name and any bytes. Their order is not guaranteed. A peer can send
+    them before it is known.
+    """
     ours, theirs = pair
     payloads = [b"hello", b"", bytes(range(256)), b"\0\0", "ünïcode".encode()]
     for payload in payloads:
         ours.transport.notify(theirs.name, payload)
     assert sorted(receive(theirs, len(payloads), ours)) == sorted((ours.name, payload) for payload in payloads)
     assert theirs.transport.notifications() == []
-
-
-def test_a_message_does_not_need_an_introduction(pair: tuple[Agent, Agent], lone: Agent) -> None:
-    """An agent with a peer's metadata can notify it, even if the peer has not added the agent's."""
-    lone.transport.add_peer(pair[0].transport.metadata())
-    lone.transport.notify(pair[0].name, b"hello, you do not know me")
-    assert receive(pair[0], 1, lone) == [(lone.name, b"hello, you do not know me")]
+    lone.transport.add_peer(theirs.transport.metadata())
+    lone.transport.notify(theirs.name, b"you do not know me")
+    assert receive(theirs, 1, lone) == [(lone.name, b"you do not know me")]
 
 
 def test_no_connection_is_made_anew_under_a_write(fresh: tuple[Agent, Agent]) -> None:
@@ -162,8 +152,12 @@ def test_a_connection_made_anew_while_a_write_is_prepared(
 
 
 def test_what_is_unknown_is_refused(pair: tuple[Agent, Agent]) -> None:
-    """Peers that were never added, metadata of any bytes, kinds of memory."""
+    """Peers that were never added, metadata of any bytes, kinds of memory, and a write of nothing,
+    which could never end.
+    """
     ours, theirs = pair
+    with pytest.raises(TransportError, match="0 runs"):
+        ours.transport.write(theirs.name, Runs(*[np.empty(0, np.int64)] * 3), HOST, HOST)
     for call in (
         lambda: ours.transport.write("nobody", runs((ours.address, theirs.address, 8)), HOST, HOST),
         lambda: ours.transport.notify("nobody", b"hello"),
@@ -226,14 +220,14 @@ def test_a_closed_peer_breaks_nothing(kind: str, fabric: Fabric) -> None:
     gone.transport.close()
     gone.buffer[:] = CANARY
     for _ in range(3):
-        try:
-            write(ours, gone, runs((ours.address, gone.address, 64)))
-        except TransportError as error:
-            assert error.peer == gone.name  # noqa: PT017
-        try:
-            ours.transport.notify(gone.name, b"are you there?")
-        except TransportError as error:
-            assert error.peer == gone.name  # noqa: PT017
+        for call in (
+            lambda: write(ours, gone, runs((ours.address, gone.address, 64))),
+            lambda: ours.transport.notify(gone.name, b"are you there?"),
+        ):
+            try:
+                call()
+            except TransportError as error:
+                assert error.peer == gone.name  # noqa: PT017
     ours.transport.remove_peer(gone.name)
     other.buffer[:] = 0
     write(ours, other, runs((ours.address, other.address, 64)))

@@ -36,7 +36,6 @@ def scenes() -> list[Scene]:
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_every_corruption_is_caught(kind: str, scenes: list[Scene], capsys: pytest.CaptureFixture[str]) -> None:
-    """Undamaged transfers pass the check, and each transfer damaged in this way is detected."""
     damage = DAMAGES[kind]
     fitting = [scene for scene in scenes if len(scene.consumer.heads) >= damage.heads]
     assert len(fitting) > SCENES // 3
@@ -60,7 +59,6 @@ def test_every_corruption_is_caught(kind: str, scenes: list[Scene], capsys: pyte
 
 
 def test_clean_transfers_are_believed(scenes: list[Scene], capsys: pytest.CaptureFixture[str]) -> None:
-    """Thousands of transfers in random chunks and orders: both ends agree on every one."""
     began, alarms, seen = time.monotonic(), [], set()
     for seed in range(CLEAN):
         transfer = Transfer.draw(scenes[seed % len(scenes)], np.random.default_rng([3, seed]))

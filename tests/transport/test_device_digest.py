@@ -62,13 +62,12 @@ def test_keys_are_fixed() -> None:
     ids=["zeros", "one", "second word", "little-endian", "negative", "extremes"],
 )
 def test_a_segment_is_the_sum_of_its_words_times_the_keys(content: bytes, factors: tuple[int, ...]) -> None:
-    """The sum of a segment equals one computed by hand, with the keys above."""
     expected = sum(factor * key for factor, key in zip(factors, FIRST_KEYS, strict=False)) % 2**64
     assert sums_of(content) == [expected]
 
 
 def test_odd_bytes_at_the_end_are_padded_with_zeros() -> None:
-    """Five bytes are two words; the address of the second page is odd."""
+    """Also at an odd address."""
     assert sums_of(b"\x01\0\0\0\x02") == [(FIRST_KEYS[0] + 2 * FIRST_KEYS[1]) % 2**64]
     memory, address = memory_of(b"\x09\x01\0\0\0\x02\x09")
     assert int(memory.sums(np.array([address + 1]), 5)[0, 0]) % 2**64 == (FIRST_KEYS[0] + 2 * FIRST_KEYS[1]) % 2**64
@@ -137,16 +136,13 @@ def test_the_storage_of_a_view_gives_the_region() -> None:
         assert int(sums[0, 0]) % 2**64 == int.from_bytes(bytes([16 + 64, 81, 82, 83]), "little") * FIRST_KEYS[0] % 2**64
 
 
-def test_a_region_that_no_tensor_holds_is_refused() -> None:
+def test_memory_outside_the_cache_is_refused() -> None:
     """A GPU's memory cannot be read by its address alone."""
     tensor = torch.zeros(64, dtype=torch.uint8)
     layout = layout_of(tensor.data_ptr() + 32, 1, 64, "VRAM")
     with pytest.raises(ConfigurationError, match="no tensor holds the region"):
         DeviceMemory(layout, [tensor])
 
-
-def test_addresses_outside_the_cache_are_refused() -> None:
-    """Addresses outside the cache raise PlanError; no other memory is read."""
     memory, address = memory_of(bytes(64))
     for start in (address - 1, address + 64):
         with pytest.raises(PlanError, match="no region"):

@@ -56,7 +56,6 @@ def cache(layers: int, blocks: int, page_bytes: int, kind: GroupKind, shift: int
 
 
 def both(layout: EngineLayout, use: Callable[[TransferDigest], None]) -> list[str]:
-    """Return torch's and the kernel's digest after ``use``."""
     found = []
     for memory in (BY_TORCH, BY_KERNEL):
         digest = digests(plan_pair(layout, layout), memory(layout), End.SOURCE)()

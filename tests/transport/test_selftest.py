@@ -13,7 +13,6 @@ from connectors.transport import selftest
 
 
 def started_with(folder: Path, code: str) -> dict[str, str]:
-    """Return the environment of a Python process that runs `code` first."""
     (folder / "sitecustomize.py").write_text(code)
     return {"PYTHONPATH": str(folder)}
 
@@ -34,22 +33,16 @@ def test_a_sender_that_dies_before_the_receiver_is_ready() -> None:
 @pytest.mark.parametrize(
     ("code", "limit", "error"),
     [
-        ("import time; time.sleep(3600)", "START_S", "the receiver sent no result within 0.1 s"),
-        (
-            "import os, time; os.close(1); time.sleep(3600)",
-            "END_S",
-            "the receiver closed its output, but did not end within 0.1 s",
-        ),
+        ("import time; time.sleep(3600)", "START_S", "sent no result"),
+        ("import os, time; os.close(1); time.sleep(3600)", "END_S", "did not end"),
     ],
-    ids=["at its start", "at its end"],
 )
 def test_a_process_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, limit: str, error: str
 ) -> None:
-    """The parent kills the process, which hangs as a call of NIXL may."""
     monkeypatch.setattr(selftest, limit, 0.1)
     environments = {"sender": {}, "receiver": started_with(tmp_path, code)}
-    assert selftest.run(["UCX"], [], 30.0, environments, show=False) == {"error": error}
+    assert error in selftest.run(["UCX"], [], 30.0, environments, show=False)["error"]
     assert running() == []
 
 

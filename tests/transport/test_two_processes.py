@@ -1,8 +1,10 @@
-"""NIXL between two processes over TCP, where a write takes long after its post."""
+"""NIXL between two processes over TCP: lost links, and peers that end.
+
+``tests/gpu/test_checks.py`` has writes and messages between two live processes.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import resource
@@ -35,7 +37,7 @@ def until(done: Callable[[], Any]) -> Any:
 
 
 def receiver(pipe: Connection) -> None:
-    """Own the destination; report the first message's arrival and the content at that time."""
+    """Own the destination of a write, and report the first message's arrival."""
     os.environ["UCX_TLS"] = "tcp,self"
     from connectors.planning.layout import MemoryKind, Region
     from connectors.transport.nixl import NixlTransport
@@ -44,41 +46,8 @@ def receiver(pipe: Connection) -> None:
     transport = NixlTransport("receiver/0", devices=("lo",))
     transport.register([Region(memory.ctypes.data, memory.nbytes, MemoryKind("DRAM", 0))])
     pipe.send((transport.metadata(), memory.ctypes.data))
-    until(transport.notifications)
-    pipe.send(hashlib.blake2b(memory.data).hexdigest())
+    pipe.send(until(transport.notifications))
     pipe.recv()
-    transport.close()
-
-
-def sender(pipe: Connection) -> None:
-    """Write, poll until done, then send a message. Report the number of polls and the sent
-    bytes.
-    """
-    os.environ["UCX_TLS"] = "tcp,self"
-    from connectors.planning.descriptors import Runs
-    from connectors.planning.layout import MemoryKind, Region
-    from connectors.transport.nixl import NixlTransport
-
-    memory_kind = MemoryKind("DRAM", 0)
-    memory = np.random.default_rng(0).integers(0, 256, MEGABYTES << 20, np.uint8)
-    transport = NixlTransport("sender/0", devices=("lo",))
-    transport.register([Region(memory.ctypes.data, memory.nbytes, memory_kind)])
-    metadata, address = pipe.recv()
-    peer = transport.add_peer(metadata)
-    starts = np.arange(0, memory.nbytes, 1 << 20, dtype=np.int64)
-    runs = Runs(memory.ctypes.data + starts, address + starts, np.full(len(starts), 1 << 20, np.int64))
-    handle = transport.write(peer, runs, memory_kind, memory_kind)
-    polls = 0
-    give_up_at = time.monotonic() + TIMEOUT_S
-    while not transport.poll(handle):
-        polls += 1
-        assert time.monotonic() < give_up_at
-    transport.notify(peer, b"written")
-    pipe.send((polls, hashlib.blake2b(memory.data).hexdigest()))
-    # NIXL sends messages only during a call.
-    while not pipe.poll(0.001):
-        transport.notifications()
-    transport.close()
 
 
 class Child:
@@ -104,18 +73,6 @@ class Child:
         """Wait for the end of the process. Return its status; None if it does not end."""
         self.process.join(TIMEOUT_S)
         return self.process.exitcode
-
-
-def test_poll_waits_for_the_last_byte() -> None:
-    """When ``poll`` reports the end, all bytes are in the other process before a later message."""
-    with Child(receiver) as receiving, Child(sender) as sending:
-        sending.pipe.send(receiving.report())
-        polls, sent = sending.report()
-        assert receiving.report() == sent
-        assert polls > 0, "the write was done when it was posted: the test proves nothing"
-        receiving.pipe.send(None)
-        sending.pipe.send(None)
-        assert [receiving.status(), sending.status()] == [0, 0]
 
 
 def reached(pipe: Connection) -> None:
@@ -203,7 +160,6 @@ def test_a_write_to_a_process_that_ends_is_a_failed_write() -> None:
 
 
 def doomed(pipe: Connection) -> None:
-    """Report this agent's metadata and process; answer messages until killed."""
     from connectors.transport.nixl import NixlTransport
     from connectors.vllm_hma.handshake.processes import own_process
 

@@ -48,7 +48,6 @@ class MemoryRank:
         return found
 
     def storage(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the one allocation behind all views, padding included."""
         view = next(iter(self.views.values()))
         found: np.ndarray[Any, np.dtype[np.uint8]] = (
             torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).numpy()
@@ -76,7 +75,6 @@ def memory_rank(
     tp_rank: int = 0,
     kernel_block_sizes: list[int] | None = None,
 ) -> MemoryRank:
-    """Allocate the cache of one rank with these layers."""
     config.cache_config.kv_cache_layout = layout.name
     config.cache_config.num_gpu_blocks_override = BLOCKS
     (cache,) = get_kv_cache_configs(config, [dict(specs)], [1 << 28])
@@ -94,7 +92,6 @@ def plans_for(producers: Sequence[MemoryRank], consumer: MemoryRank) -> list[Pai
 
 
 def transfer(producers: Sequence[MemoryRank], consumer: MemoryRank, moves: Sequence[Moves]) -> None:
-    """Write these units from all producer ranks into one consumer rank."""
     plans = plans_for(producers, consumer)
     fabric = Fabric()
     receiver = MemoryTransport(f"consumer{next(_names)}", fabric)
@@ -106,6 +103,11 @@ def transfer(producers: Sequence[MemoryRank], consumer: MemoryRank, moves: Seque
         if len(runs):
             sender.add_peer(receiver.metadata())
             sender.write(receiver.name, runs, producer.layout.memory_kind, consumer.layout.memory_kind)
+
+
+def heads_of(content: np.ndarray, rank: int, tp_size: int) -> np.ndarray:
+    """Return a rank's share of (heads, ...)."""
+    return np.split(content, tp_size)[rank]
 
 
 def whole_blocks(group: int, src: int, dst: int) -> Moves:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
@@ -46,7 +44,6 @@ class Host:
         return scheduler
 
     def fill(self, end_token: int) -> None:
-        """Store all objects of the prompt up to a token."""
         scheduler = self.start()
         store = scheduler.store
         chain = PrefixChain(store.space, store.plan.spans, "", None, [])
@@ -56,14 +53,6 @@ class Host:
             assert offset is not None
             store.commit(ref, ObjectName(store.space, chain.key(ref), ref.group, ref.end_token), offset)
         until(store.idle)
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    made = Host(tmp_path / "store")
-    yield made
-    for scheduler in made.schedulers:
-        scheduler.close()
 
 
 def new_request(scheduler: StoreScheduler, name: str = "r") -> Request:
@@ -89,3 +78,15 @@ def reserve(scheduler: StoreScheduler, name: str, ref: ObjectRef) -> int:
     blocks = [[*range(1, 10)], [*range(11, 20)]]
     (offset,) = scheduler._reserve(known, [ref], blocks).values()  # noqa: SLF001
     return offset
+
+
+def matched(scheduler: StoreScheduler, request: Request) -> int:
+    """Return the tokens that the store reports to vLLM, after as many steps as it asks for."""
+    found: list[int | None] = [None]
+
+    def answered() -> bool:
+        found[0] = scheduler.matched_tokens(request, 0)
+        return found[0] is not None
+
+    until(answered)
+    return found[0] or 0

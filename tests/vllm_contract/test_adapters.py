@@ -25,6 +25,7 @@ from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
+from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model import adapters
 from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, AdapterChanges, AdapterLoads, adapter_loads
 from connectors.vllm_hma.model.weights import digest_file
@@ -35,10 +36,8 @@ from connectors.vllm_hma.worker_side.worker import WorkerConnector
 from testing.adapters import ADAPTED, RANK, lora_adapter
 from tests.vllm_contract import scheduler_sides as sides
 from tests.vllm_contract.caches import cache_config, full, vllm_config
-from tests.vllm_contract.stored_prompt import PROMPT, Host, host, reserve
+from tests.vllm_contract.stored_prompt import PROMPT, Host, matched, reserve
 from tests.vllm_contract.workers import ARRIVED, EXPECT, FAILED, SENT, WHOLE, Worker, receive, results, until
-
-__all__ = ["host"]
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -61,10 +60,11 @@ class Engine:
             _validate_token_classification_lora=lambda _: None,
         )
 
-    def load(self, path: Path | str, number: int = 1) -> None:
+    def load(self, path: Path | str, number: int = 1) -> str:
         watch_adapter_loads(self.loads.reading)
         loaded = self._manager._load_adapter(LoRARequest("name", number, str(path)))  # noqa: SLF001
         assert loaded.id == number
+        return self.identity(path, number)
 
     def identity(self, path: Path | str, number: int = 1) -> str:
         return self.loads.identity(Adapter(number, str(path)))
@@ -102,20 +102,15 @@ def test_an_adapter_is_its_content(tmp_path: Path, old: Path, new: Path) -> None
     after the load.
     """
     copy = Path(shutil.copytree(old, tmp_path / "copy"))
-    here, there = Engine(), Engine()
-    for number, path in enumerate((old, copy, new), 1):
-        here.load(path, number)
-    there.load(copy)
-    assert here.identity(old) == here.identity(copy, 2) == there.identity(copy) != UNKNOWN
-    assert here.identity(new, 3) not in (UNKNOWN, here.identity(old))
+    here = Engine()
+    first, same, another = (here.load(path, number) for number, path in enumerate((old, copy, new), 1))
+    assert first == same == Engine().load(copy) != another
     settings = (copy / "adapter_config.json").read_text().replace(f'"lora_alpha": {RANK}', f'"lora_alpha": {RANK + 1}')
     (copy / "adapter_config.json").write_text(settings)
-    other = Engine()
-    other.load(copy)
-    assert other.identity(copy) not in (UNKNOWN, here.identity(old))
+    changed = Engine().load(copy)
     overwrite(old, new)
-    other.load(old, 2)
-    assert here.identity(old) != other.identity(old, 2) == here.identity(new, 3)
+    assert here.identity(old) == first != Engine().load(old) == another
+    assert len({first, another, changed, UNKNOWN}) == 4
 
 
 def test_a_path_with_two_contents_stays_unknown(tmp_path: Path, old: Path, new: Path) -> None:
@@ -123,13 +118,10 @@ def test_a_path_with_two_contents_stays_unknown(tmp_path: Path, old: Path, new: 
     engine, first = Engine(), Path(shutil.copytree(old, tmp_path / "first"))
     engine.load(old)
     overwrite(old, new)
-    engine.load(old, 2)
-    assert (engine.identity(old), engine.identity(old, 2)) == (UNKNOWN, UNKNOWN)
+    assert (engine.load(old, 2), engine.identity(old)) == (UNKNOWN, UNKNOWN)
     overwrite(old, first)
-    engine.load(old, 3)
-    assert engine.identity(old, 3) == UNKNOWN
-    engine.load(new, 3)
-    assert engine.identity(new, 3) != UNKNOWN
+    assert engine.load(old, 3) == UNKNOWN
+    assert engine.load(new, 3) != UNKNOWN
 
 
 def test_a_bounded_number_of_adapters_is_remembered(tmp_path: Path, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +135,7 @@ def test_a_bounded_number_of_adapters_is_remembered(tmp_path: Path, old: Path, m
         assert engine.identity(paths[0], 1) != UNKNOWN
     assert [engine.identity(path, number) == UNKNOWN for number, path in enumerate(paths, 1)] == [False, True, False]
     assert set(changes.take()) == {Adapter(1, str(paths[0])), Adapter(3, str(paths[2]))}
-    engine.load(paths[1], 4)
-    assert engine.identity(paths[1], 4) == UNKNOWN
+    assert engine.load(paths[1], 4) == UNKNOWN
     gone, known = Adapter(1, str(paths[0])), Adapter(3, str(paths[2]))
     assert changes.take() == {gone: UNKNOWN, Adapter(4, str(paths[1])): UNKNOWN}
     assert (set(engine.loads.identities), changes.take()) == ({known, Adapter(4, str(paths[1]))}, {})
@@ -159,26 +150,20 @@ def test_an_adapter_that_is_loaded_again_is_known(tmp_path: Path, old: Path, mon
         engine.load(paths[0])
         engine.load(path, number)
     assert engine.identity(paths[0]) != UNKNOWN
-    for number in range(20, 30):
-        engine.load(paths[0], number)
-    assert engine.identity(paths[0], 29) != UNKNOWN
+    assert UNKNOWN not in {engine.load(paths[0], number) for number in range(20, 30)}
 
 
 def test_another_path_under_the_same_id(old: Path, new: Path) -> None:
     """Requests for the first path that still run compute with the second one's weights."""
     engine = Engine()
     engine.load(old)
-    engine.load(new)
+    assert engine.load(new) != UNKNOWN
     assert engine.identity(old) == UNKNOWN
-    assert engine.identity(new) != UNKNOWN
     assert engine.identity(new, number=2) == UNKNOWN, "this id has not been loaded"
-
-
-def test_files_that_change_while_they_are_read(old: Path, new: Path) -> None:
     loads = AdapterLoads()
     with loads.reading(LoRARequest("name", 1, str(old)), old):
         overwrite(old, new)
-    assert loads.identities == {Adapter(1, str(old)): UNKNOWN}
+    assert loads.identities == {Adapter(1, str(old)): UNKNOWN}, "files that change while they are read"
 
 
 def test_a_load_without_changes_reads_the_files_once(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,17 +176,14 @@ def test_a_load_without_changes_reads_the_files_once(old: Path, monkeypatch: pyt
 
     monkeypatch.setattr("connectors.vllm_hma.model.adapters.digest_file", counted)
     engine = Engine()
-    engine.load(old)
-    engine.load(old)
+    assert engine.load(old) == engine.load(old) != UNKNOWN
     assert len(read) == 2, "settings and weights"
-    assert engine.identity(old) != UNKNOWN
 
 
 def test_files_that_vllm_cannot_load(tmp_path: Path, old: Path) -> None:
     """vLLM reports the error to the client; the weights in memory stay the ones before."""
     engine = Engine()
-    engine.load(old)
-    before = engine.identity(old)
+    before = engine.load(old)
     with pytest.raises(LoRAAdapterNotFoundError, match=str(tmp_path / "missing")):
         engine.load(tmp_path / "missing", 2)
     (old / WEIGHTS).unlink()
@@ -265,9 +247,7 @@ def test_prefill_does_not_send_kv_of_two_adapters(
         prefill.after_forward(Orders(**orders))
 
     step(False, expects=[replace(EXPECT, adapter=adapter)], chunks=[Chunk("q", ((1,),), 4)])
-    stats = prefill.stats()
-    assert stats is not None
-    assert stats.data["adapters"] == {f"1 {old}": engine.identity(old)}
+    assert (prefill.stats() or TandemStats()).data["adapters"] == {f"1 {old}": engine.identity(old)}
     consumer.step(receives=[engine.claims().receive(replace(receive(producer.address), adapter=adapter))])
     until(lambda: producer.runtime.counts()["live"] == 1)
     overwrite(old, new)
@@ -299,20 +279,13 @@ def with_adapter(scheduler: StoreScheduler, name: str) -> Request:
     return request
 
 
-def fill(scheduler: StoreScheduler, name: str, end_token: int) -> list[int]:
-    """Reserve slots for the objects of a chunk, as a request's step does."""
-    return [reserve(scheduler, name, ObjectRef(end_token, group)) for group in (0, 1)]
+def filled(scheduler: StoreScheduler, name: str, end_token: int) -> dict[int, int]:
+    return {reserve(scheduler, name, ObjectRef(end_token, group)): 1 for group in (0, 1)}
 
 
 def store_prompt(scheduler: StoreScheduler, name: str) -> None:
-    """Store the first chunk of the prompt."""
-    scheduler.take(StoreReport(filled=dict.fromkeys(fill(scheduler, name, 16), 1)))
+    scheduler.take(StoreReport(filled=filled(scheduler, name, 16)))
     until(scheduler.store.idle)
-
-
-def matched(scheduler: StoreScheduler, request: Request) -> int | None:
-    until(lambda: scheduler.matched_tokens(request, 0) is not None)
-    return scheduler.matched_tokens(request, 0)
 
 
 def test_stored_kv_belongs_to_the_loaded_content(host: Host) -> None:
@@ -342,8 +315,7 @@ def test_kv_of_a_replaced_adapter_is_neither_stored_nor_loaded(host: Host) -> No
     store_prompt(scheduler, "running")
     waiting = with_adapter(scheduler, "waiting")
     assert matched(scheduler, waiting) == 16
-    filled = dict.fromkeys(fill(scheduler, "running", 32), 1)
-    scheduler.take(StoreReport(filled=filled, adapters={adapter: UNKNOWN}))
+    scheduler.take(StoreReport(filled=filled(scheduler, "running", 32), adapters={adapter: UNKNOWN}))
     until(scheduler.store.idle)
     assert scheduler.store.counts["dropped_stores"] == 2
     assert scheduler.matched_tokens(waiting, 0) == 0
@@ -355,21 +327,17 @@ def test_kv_of_a_replaced_adapter_is_neither_stored_nor_loaded(host: Host) -> No
 
 
 def test_workers_report_each_load_once(host: Host, old: Path, new: Path) -> None:
-    engine = Engine()
-    worker = StoreWorker(host.settings, 4096, SpoiledSteps(1))
+    engine, worker = Engine(), StoreWorker(host.settings, 4096, SpoiledSteps(1))
     worker._adapters = AdapterChanges(engine.loads)  # noqa: SLF001
+    first, second = Adapter(1, str(old)), Adapter(1, str(new))
     assert worker.report() is None
-    engine.load(old)
-    assert worker.report() == StoreReport(adapters={Adapter(1, str(old)): engine.identity(old)})
-    assert worker.report() is None
-    engine.load(new)
-    assert worker.report() == StoreReport(
-        adapters={Adapter(1, str(old)): UNKNOWN, Adapter(1, str(new)): engine.identity(new)}
-    )
+    found = engine.load(old)
+    assert [worker.report(), worker.report()] == [StoreReport(adapters={first: found}), None]
+    found = engine.load(new)
+    assert worker.report() == StoreReport(adapters={first: UNKNOWN, second: found})
 
 
 def test_ranks_that_have_loaded_different_files() -> None:
-    """Ranks with different files, for example on two hosts, are detected."""
     one, two = Adapter(1, "/a"), Adapter(2, "/b")
     report = StoreReport(adapters={one: "x", two: "y"}).aggregate(StoreReport(adapters={one: "x", two: "z"}))
     assert report.adapters == {one: "x", two: UNKNOWN}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ from connectors.vllm_hma.devices import has_rdma, interface_of, rdma_ports
 
 
 def test_defaults_serve_one_machine() -> None:
-    """Without any key the side channel listens on the loopback interface, on a free port."""
     config = parse_config({})
     assert (config.side_channel_host, config.side_channel_port, config.reachable_host) == ("127.0.0.1", 0, "127.0.0.1")
 
@@ -49,9 +50,6 @@ def test_devices(
         ({"lease": 3}, "lease"),
         ({"integrity": "ful"}, "integrity: Input should be 'auto', 'full' or 'off' .got 'ful'"),
         ({"integrity": True}, "integrity"),
-        ({"lease_s": 0}, "lease_s"),
-        ({"lease_s": "long"}, "lease_s"),
-        ({"progress_s": float("nan")}, "progress_s"),
         ({"progress_s": 4, "alive_s": 3}, "alive_s"),
         ({"side_channel_port": 70000}, "side_channel_port"),
         ({"side_channel_port": "7000"}, "side_channel_port"),
@@ -61,13 +59,10 @@ def test_devices(
         ({"supervisor": "short"}, "supervisor must have at least 16 characters"),
         ({"forget_s": 60}, "forget_s: Input should be greater than or equal to 1800"),
         ({"store": True}, "store must be an object"),
-        ({"store": {}}, "store has neither a path nor memory_gib"),
-        ({"store": {"pth": "/disk"}}, "store.pth: unknown key"),
         ({"store": {"path": "/disk", "always_load": 1}}, "store.always_load: "),
     ],
 )
 def test_what_is_wrong_is_named(extra: dict[str, Any], key: str) -> None:
-    """An unknown key or a value out of range stops the start; the error names the key."""
     with pytest.raises(ConfigurationError, match=key):
         parse_config(extra)
 
@@ -75,13 +70,11 @@ def test_what_is_wrong_is_named(extra: dict[str, Any], key: str) -> None:
 @pytest.mark.parametrize("field", [each.name for each in fields(TransferLimits)])
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), True, "5", None])
 def test_deadlines_are_positive_seconds(field: str, value: Any) -> None:
-    """Every deadline is a positive number; the error names the setting."""
-    with pytest.raises(ConfigurationError, match=f"kv_connector_extra_config: {field}: Input should be"):
+    with pytest.raises(ConfigurationError, match=f"kv_connector_extra_config: {field}: "):
         parse_config({field: value})
 
 
 def own_interface() -> tuple[str, str]:
-    """Return an interface of this host other than the loopback, and its address."""
     for name, addresses in psutil.net_if_addrs().items():
         for each in addresses:
             if name != "lo" and each.family.name == "AF_INET" and psutil.net_if_stats()[name].isup:
@@ -139,3 +132,15 @@ def test_each_data_parallel_rank_has_its_own_port() -> None:
     assert with_port_of_rank(free, 2) == free
     with pytest.raises(ConfigurationError, match="rank 1 would listen on port 65536"):
         with_port_of_rank(parse_config({"side_channel_port": 65535}), 1)
+
+
+def test_with_a_secret_an_engine_of_a_ray_cluster_listens_on_the_nodes_address() -> None:
+    program = """
+import ray
+ray.init(address="local", num_cpus=0, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.2")
+from connectors.vllm_hma.config import parse_config
+for more in ({}, {"side_channel_host": "127.0.0.3"}):
+    print(*(parse_config(more | {"secret": secret}).reachable_host for secret in ("", "s" * 16)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-4:] == ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.3"]

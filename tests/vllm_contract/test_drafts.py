@@ -41,7 +41,6 @@ def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def draft(tmp_path: Path) -> Path:
-    """A draft model of its own shape: one KV head."""
     folder = tmp_path / "draft"
     config = LlamaConfig(
         vocab_size=576, hidden_size=64, num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=1

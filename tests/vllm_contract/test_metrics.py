@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-from vllm.config import VllmConfig
+from prometheus_client import REGISTRY
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from actors.replay_log import KvArrivals, KvTimes
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import ARRIVALS_KEPT, PEERS_KEPT, RankTally, TandemPromMetrics, TandemStats
-from tests.vllm_contract.caches import connector_config
-from tests.vllm_contract.test_ends import both_ends, let_go
-from tests.vllm_contract.workers import ARRIVED, BLOCK_BYTES, SENT, Worker, results, until
-
-
-def collectors() -> set[Any]:
-    """Return all registered metrics."""
-    return set(REGISTRY._collector_to_names)  # noqa: SLF001 - prometheus_client lists samples only
-
-
-def build(kind: Any, **extra: Any) -> Any:
-    """Register a connector's metrics as vLLM does."""
-    types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
-    config = VllmConfig(kv_transfer_config=connector_config(kind.__name__, **extra))
-    return kind.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+from tests.vllm_contract.workers import (
+    ARRIVED,
+    BLOCK_BYTES,
+    SENT,
+    Worker,
+    both_ends,
+    let_go,
+    results,
+    until,
+)
 
 
 @pytest.fixture
-def metrics() -> Iterator[TandemPromMetrics]:
-    """Register the engine's metrics as vLLM does."""
-    unregister_vllm_metrics()  # metrics of an engine that other tests started in this process
-    known = collectors()
-    yield build(TandemConnector)
-    for collector in collectors() - known:
-        REGISTRY.unregister(collector)
+def metrics(registered: Callable[..., Any]) -> TandemPromMetrics:
+    made: TandemPromMetrics = registered(TandemConnector)
+    return made
+
+
+def carried(stats: dict[str, Any]) -> Any:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(stats))
 
 
 def value(name: str, **labels: str) -> float | None:
@@ -52,7 +46,7 @@ def observe(metrics: TandemPromMetrics, *steps: TandemStats | None) -> None:
         whole = ranks[0]
         for other in ranks[1:]:
             whole = whole.aggregate(other)
-        metrics.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(whole.to_dict())))
+        metrics.observe(carried(whole.to_dict()))
 
 
 def test_a_transfer_is_counted_from_its_offer_to_its_end(
@@ -99,17 +93,16 @@ def test_what_is_held_up_shows_until_it_ends(metrics: TandemPromMetrics, impatie
 
 
 def test_ranks_add_up_what_they_count_and_share_what_they_hold(metrics: TandemPromMetrics) -> None:
-    """Two ranks have the same transfers, each with its own bytes; a silent rank has not changed."""
+    """Two ranks have the same transfers, each with its own bytes."""
     ranks = RankTally(0), RankTally(1)
     for rank, size in zip(ranks, (10, 20), strict=True):
         rank.sent_bytes(1, size)
     observe(metrics, *(rank.take({"held": 3, "remembered": 9}) for rank in ranks))
     assert value("vllm:tandem_kv_sent_bytes_total", group="1") == 30
     assert value("vllm:tandem_kv_transfers", stage="held") == 3
-    observe(metrics, ranks[0].take({"held": 2}), ranks[1].take({"held": 3}))
-    assert value("vllm:tandem_kv_transfers", stage="held") == 3
-    observe(metrics, ranks[0].take({"held": 2}), ranks[1].take({"held": 0}))
-    assert value("vllm:tandem_kv_transfers", stage="held") == 2
+    for held, shown in (((2, 3), 3), ((2, 0), 2)):  # a silent rank has not changed
+        observe(metrics, *(rank.take({"held": count}) for rank, count in zip(ranks, held, strict=True)))
+        assert value("vllm:tandem_kv_transfers", stage="held") == shown
 
 
 def test_peers_are_few(metrics: TandemPromMetrics) -> None:
@@ -136,20 +129,18 @@ def test_kv_has_arrived_when_the_last_rank_has_it() -> None:
         rank.ended("r", ended_at, failed=False)
     ranks[1].ended("s", 20.0, failed=True)
     ranks[0].ended("s", 21.0, failed=False)
-    first, second = (rank.take({}) for rank in ranks)
-    assert first is not None
-    assert second is not None
+    first, second = (rank.take({}) or TandemStats() for rank in ranks)
     first.fetched("r", 9.0, 9.5)
-    carried = msgspec.msgpack.decode(msgspec.msgpack.encode(first.aggregate(second).to_dict()))
+    found = carried(first.aggregate(second).to_dict())
     arrivals = KvArrivals()
     for request_id in ("r", "s", "never"):
         arrivals.expect(request_id)
-    arrivals.observe(carried)
+    arrivals.observe(found)
     arrivals.observe(None)
     assert arrivals.take("r") == KvTimes((10.0, 15.0, False), (9.0, 9.5))
     assert arrivals.take("s") == KvTimes((10.0, 21.0, True))
     assert arrivals.take("never") == KvTimes()
-    arrivals.observe(carried)
+    arrivals.observe(found)
     assert arrivals.take("r") == KvTimes(), "an unexpected transfer is not recorded"
 
 
@@ -164,10 +155,12 @@ def test_arrivals_that_nobody_asks_for_do_not_pile_up() -> None:
     assert "r2999" in whole.data["arrivals"]
 
 
-def test_a_second_engine_of_a_process_registers_its_own(metrics: TandemPromMetrics) -> None:
+def test_a_second_engine_of_a_process_registers_its_own(
+    metrics: TandemPromMetrics, registered: Callable[..., Any]
+) -> None:
     """vLLM unregisters the metrics of the previous engine."""
     unregister_vllm_metrics()
-    second = build(TandemConnector)
+    second = registered(TandemConnector)
     tally = RankTally(0)
     tally.write_ended("done")
     observe(second, tally.take({}))

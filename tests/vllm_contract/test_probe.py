@@ -1,5 +1,5 @@
-"""The probe of silent prefill workers: proofs of their death, and observations that prove
-nothing.
+"""Proofs that a worker's process has ended, observations that prove nothing, and engine cores that
+end with their parent: real processes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from connectors.errors import HandshakeError
@@ -26,12 +27,11 @@ from connectors.vllm_hma.handshake import probe, processes
 from connectors.vllm_hma.handshake.probe import WorkerProbe
 from connectors.vllm_hma.handshake.processes import Liveness, liveness, own_process
 from connectors.vllm_hma.handshake.side_channel import MetadataServer, ask_liveness, fetch_metadata
-from connectors.vllm_hma.orders import Chunk, Expect
 from testing.connector_state import snapshot
-from tests.vllm_contract.test_ends import HeldWrites, let_go
-from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+from tests.vllm_contract.workers import HeldWrites, Worker, compute, let_go, receive, results, until
 
 MALFORMED = ("a" * 70, "a..b", "nul\x00", "\udcff", ".", "[::1]")
+Child = tuple[subprocess.Popen[bytes], ProcessIdentity]
 
 
 @pytest.fixture
@@ -43,8 +43,14 @@ def refusing() -> Iterator[int]:
 
 
 @pytest.fixture
-def child() -> Iterator[tuple[subprocess.Popen[bytes], ProcessIdentity]]:
-    """Start a process; return it and its identity."""
+def server() -> Iterator[MetadataServer]:
+    made = MetadataServer("127.0.0.1", 0, [])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
     code = "import time; from connectors.vllm_hma.handshake.processes import own_process; "
     code += "me = own_process(); print(me.host, me.pid, me.started_at, flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
@@ -54,35 +60,15 @@ def child() -> Iterator[tuple[subprocess.Popen[bytes], ProcessIdentity]]:
         process.kill()
 
 
-GONE = replace(own_process(), started_at=1)
-"""A process of this host that has ended."""
-
-
-def suspect(process: ProcessIdentity, was_seen: bool = True, met_at: EngineAddress | None = None) -> Suspect:
-    return Suspect(Peer("p", 1), process, was_seen, met_at)
-
-
-def verdicts(
-    monkeypatch: pytest.MonkeyPatch, suspects: list[Suspect], witnesses: list[EngineAddress], rounds: int = 5
-) -> list[Peer]:
-    """Return the workers that the probe reports as dead within this number of rounds."""
-    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
-    lost: list[Peer] = []
-    marker = Suspect(Peer("marker", 0), GONE, True, None)
-    watcher = WorkerProbe(1.0, b"", lambda peer, _: lost.append(peer))
-    try:
-        # A worker that is certainly dead counts the rounds.
-        watcher.watch([*suspects, marker], witnesses)
-        until(lambda: lost.count(marker.peer) >= rounds)
-    finally:
-        watcher.close()
-    return [peer for peer in lost if peer != marker.peer]
+ME = own_process()
+GONE = replace(ME, started_at=1)
+"""A process of this host that has ended: its id belongs to another one."""
 
 
 # ---- processes ---------------------------------------------------------------------------------
 
 
-def test_a_process_lives_until_it_has_ended(child: tuple[subprocess.Popen[bytes], ProcessIdentity]) -> None:
+def test_a_process_lives_until_it_has_ended(child: Child) -> None:
     """A stopped process counts as alive, a killed process as ended, also before it is reaped."""
     process, identity = child
     assert liveness(identity) is Liveness.ALIVE
@@ -104,53 +90,48 @@ ctypes.CDLL(None).pthread_exit(None)
 
 def test_a_process_that_has_lost_its_main_thread_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process's other threads may write. Its state is known without signals."""
-    process = subprocess.Popen([sys.executable, "-c", ENDS_ITS_MAIN_THREAD], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        process.stdout.readline()
-        stat = Path(f"/proc/{process.pid}/stat")
+    with subprocess.Popen([sys.executable, "-c", ENDS_ITS_MAIN_THREAD], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            stat = Path(f"/proc/{process.pid}/stat")
 
-        def fields() -> list[str]:
-            return stat.read_text(encoding="utf-8").rpartition(")")[2].split()
+            def fields() -> list[str]:
+                return stat.read_text(encoding="utf-8").rpartition(")")[2].split()
 
-        until(lambda: fields()[0] == "Z")
-        identity = replace(own_process(), pid=process.pid, started_at=int(fields()[19]))
-        assert liveness(identity) is Liveness.ALIVE
-
-        def refuse(_: int, __: int) -> None:
-            raise PermissionError
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "kill", refuse)
+            until(lambda: fields()[0] == "Z")
+            identity = replace(ME, pid=process.pid, started_at=int(fields()[19]))
             assert liveness(identity) is Liveness.ALIVE
-    finally:
-        process.kill()
-    until(lambda: liveness(identity) is Liveness.GONE)
-    process.wait()
-    process.stdout.close()
 
+            def refuse(_: int, __: int) -> None:
+                raise PermissionError
 
-def test_a_process_id_that_is_used_again_is_another_process() -> None:
-    """The start time distinguishes two processes with one id."""
-    me = own_process()
-    assert liveness(me) is Liveness.ALIVE
-    assert liveness(replace(me, started_at=me.started_at - 1)) is Liveness.GONE
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "kill", refuse)
+                assert liveness(identity) is Liveness.ALIVE
+        finally:
+            process.kill()
+        until(lambda: liveness(identity) is Liveness.GONE)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "found"),
     [
-        {"host": ""},
-        {"host": "another boot/4026531836/4026531834"},
-        {"host": own_process().host + "1"},
-        {"pid": 0},
-        {"pid": 2**62},
+        ({}, Liveness.ALIVE),
+        ({"started_at": ME.started_at - 1}, Liveness.GONE),  # the id is used again
+        # Other hosts and namespaces use the same ids for other processes.
+        ({"pid": 2**22 + 1, "host": ""}, Liveness.UNKNOWN),
+        ({"pid": 2**22 + 1, "host": "another boot/4026531836/4026531834"}, Liveness.UNKNOWN),
+        ({"pid": 2**22 + 1, "host": ME.host + "1"}, Liveness.UNKNOWN),
+        ({"host": "x" * 300}, Liveness.UNKNOWN),
+        ({"pid": 0}, Liveness.UNKNOWN),
+        ({"pid": 2**62}, Liveness.UNKNOWN),
     ],
-    ids=["unknown host", "another host", "another namespace", "a process group", "no process id"],
 )
-def test_a_process_of_another_host_is_never_gone(change: dict[str, object]) -> None:
-    """The id means nothing on this host: other namespaces use the same ids for other processes."""
-    assert liveness(replace(own_process(), **({"pid": 2**22 + 1} | change))) is Liveness.UNKNOWN  # type: ignore[arg-type]
+def test_what_is_known_of_a_process(server: MetadataServer, change: dict[str, object], found: Liveness) -> None:
+    """On this host, and of an engine of this host over the side channel."""
+    asked = replace(ME, **change)  # type: ignore[arg-type]
+    assert liveness(asked) is ask_liveness("127.0.0.1", server.port, asked, 60.0) is found
 
 
 def test_a_process_whose_files_are_hidden_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,96 +144,76 @@ def test_a_process_whose_files_are_hidden_is_unknown(monkeypatch: pytest.MonkeyP
         raise FileNotFoundError
 
     monkeypatch.setattr(os, "kill", denied)
-    me = own_process()
     monkeypatch.setattr(processes, "_stat", hidden)
-    assert liveness(me) is Liveness.UNKNOWN
+    assert liveness(ME) is Liveness.UNKNOWN
 
 
 # ---- the probe ---------------------------------------------------------------------------------
 
 
-def test_a_dead_worker_that_was_seen_alive_is_reported(
-    child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker of this host is checked in this kernel."""
+def suspect(process: ProcessIdentity, was_seen: bool = True, met_at: EngineAddress | None = None) -> Suspect:
+    return Suspect(Peer("p", 1), process, was_seen, met_at)
+
+
+def verdicts(
+    monkeypatch: pytest.MonkeyPatch, suspects: list[Suspect], witnesses: list[EngineAddress], rounds: int = 5
+) -> list[Peer]:
+    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
+    lost: list[Peer] = []
+    marker = Suspect(Peer("marker", 0), GONE, True, None)
+    watcher = WorkerProbe(1.0, b"", lambda peer, _: lost.append(peer))
+    try:
+        # A worker that is certainly dead counts the rounds.
+        watcher.watch([*suspects, marker], witnesses)
+        until(lambda: lost.count(marker.peer) >= rounds)
+    finally:
+        watcher.close()
+    return [peer for peer in lost if peer != marker.peer]
+
+
+def test_a_dead_worker_that_was_seen_alive_is_reported(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two observations in a row are needed: here, every second look finds the worker alive."""
     process, identity = child
     assert verdicts(monkeypatch, [suspect(identity)], []) == []
     process.kill()
     process.wait()
     assert Peer("p", 1) in verdicts(monkeypatch, [suspect(identity)], [])
+    looks = [0]
 
-
-def test_one_observation_of_an_end_proves_nothing(
-    child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two in a row are needed: here, every second look finds the worker alive."""
-    looks = 0
-
-    def wavering(process: ProcessIdentity) -> Liveness:
-        nonlocal looks
-        if process != child[1]:
-            return liveness(process)
-        looks += 1
-        return Liveness.GONE if looks % 2 else Liveness.ALIVE
+    def wavering(each: ProcessIdentity) -> Liveness:
+        looks[0] += each == identity
+        return Liveness.ALIVE if each == identity and looks[0] % 2 else Liveness.GONE
 
     monkeypatch.setattr(probe, "liveness", wavering)
-    assert verdicts(monkeypatch, [suspect(child[1])], []) == []
-    assert looks > 2
+    assert verdicts(monkeypatch, [suspect(identity)], []) == []
+    assert looks[0] > 2
 
 
-def test_a_port_that_refuses_proves_nothing(
-    refusing: int, child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_that_refuses_proves_nothing(refusing: int, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     """The core is dead or a firewall blocks it: the stopped worker may write when it continues."""
     process, identity = child
     process.send_signal(signal.SIGSTOP)
     met_at = EngineAddress("p", "127.0.0.1", refusing)
-    assert verdicts(monkeypatch, [suspect(identity, True, met_at), suspect(identity, False, met_at)], [met_at]) == []
-    process.kill()
+    assert verdicts(monkeypatch, [suspect(identity, seen, met_at) for seen in (True, False)], [met_at]) == []
 
 
 def test_a_process_that_was_never_seen_needs_a_witness_at_its_address(
-    refusing: int, child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
+    refusing: int, server: MetadataServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next engine start on that host reports it; an engine at another address proves
     nothing, even with this boot id.
     """
-    process, identity = child
-    process.kill()
-    process.wait()
-    server = MetadataServer("127.0.0.1", 0, [])
-    try:
-        unseen = suspect(identity, False, EngineAddress("p", "127.0.0.1", refusing))
-        witness = EngineAddress("p2", "127.0.0.1", server.port)
-        assert verdicts(monkeypatch, [unseen], []) == []
-        assert verdicts(monkeypatch, [unseen], [replace(witness, host="localhost")]) == []
-        assert Peer("p", 1) in verdicts(monkeypatch, [unseen], [witness])
-        elsewhere = suspect(replace(identity, host="another/1/2"), False, unseen.met_at)
-        assert verdicts(monkeypatch, [elsewhere, suspect(ProcessIdentity(), False, unseen.met_at)], [witness]) == []
-    finally:
-        server.close()
-
-
-def test_engines_answer_for_processes_of_their_host() -> None:
-    """Over the side channel; an invalid process is an error or unknown."""
-    server = MetadataServer("127.0.0.1", 0, [])
-    me = own_process()
-    try:
-        for asked, found in (
-            (me, Liveness.ALIVE),
-            (replace(me, started_at=1), Liveness.GONE),
-            (replace(me, host="b007/1/2"), Liveness.UNKNOWN),
-            (ProcessIdentity(), Liveness.UNKNOWN),
-            (replace(me, host="x" * 300), Liveness.UNKNOWN),
-            (replace(me, pid=2**62), Liveness.UNKNOWN),
-        ):
-            assert ask_liveness("127.0.0.1", server.port, asked, 60.0) is found
-    finally:
-        server.close()
+    unseen = suspect(GONE, False, EngineAddress("p", "127.0.0.1", refusing))
+    witness = EngineAddress("p2", "127.0.0.1", server.port)
+    assert verdicts(monkeypatch, [unseen], []) == []
+    assert verdicts(monkeypatch, [unseen], [replace(witness, host="localhost")]) == []
+    assert Peer("p", 1) in verdicts(monkeypatch, [unseen], [witness])
+    elsewhere = suspect(replace(GONE, host="another/1/2"), False, unseen.met_at)
+    assert verdicts(monkeypatch, [elsewhere, suspect(ProcessIdentity(), False, unseen.met_at)], [witness]) == []
 
 
 def test_a_malformed_host_ends_no_thread(refusing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An invalid address proves nothing, and does not prevent the detection of other deaths."""
+    """It proves nothing, and does not prevent the detection of other deaths."""
     broken: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", broken.append)
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
@@ -260,6 +221,8 @@ def test_a_malformed_host_ends_no_thread(refusing: int, monkeypatch: pytest.Monk
     watcher = WorkerProbe(0.2, b"", lambda peer, _: lost.append(peer))
     try:
         for number, host in enumerate(MALFORMED):
+            with pytest.raises(HandshakeError):
+                fetch_metadata(host, refusing, "p", 0.2)
             bad = Suspect(Peer(f"bad {number}", 0), GONE, False, EngineAddress("bad", host, refusing))
             gone = Suspect(Peer(f"gone {number}", 0), GONE, True, None)
             watcher.watch({bad, gone}, [])
@@ -270,49 +233,48 @@ def test_a_malformed_host_ends_no_thread(refusing: int, monkeypatch: pytest.Monk
         watcher.close()
 
 
-@pytest.mark.parametrize("host", MALFORMED)
-def test_a_malformed_host_is_a_failed_handshake(host: str, refusing: int) -> None:
-    """A malformed host raises a typed error, as any address without an answer."""
-    with pytest.raises(HandshakeError):
-        fetch_metadata(host, refusing, "p", 0.2)
-
-
-def test_who_cannot_be_told_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report of a worker's end may raise; the probe's thread survives."""
+def test_a_probe_that_cannot_start_or_report_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may have no thread left, the device no memory, and a report may raise."""
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
+    problems = [RuntimeError("not now"), RuntimeError("no memory on the device"), RuntimeError("no thread")]
     told: list[Peer] = []
+    start = threading.Thread.start
+
+    def raise_problem(number: int) -> None:
+        if len(problems) == number:
+            raise problems.pop()
 
     def tell(peer: Peer, reason: str) -> None:
         told.append(peer)
-        if len(told) == 1:
-            raise RuntimeError("not now")
+        raise_problem(1)
 
-    watcher = WorkerProbe(0.2, b"", tell)
-    try:
-        watcher.watch({suspect(GONE)}, [])
-        until(lambda: len(told) > 1)
-    finally:
-        watcher.close()
+    def starts_later(thread: threading.Thread) -> None:
+        raise_problem(3)
+        start(thread)
 
+    monkeypatch.setattr(threading.Thread, "start", starts_later)
+    prober = WorkerProbe(0.2, b"", tell, lambda: raise_problem(2))
 
-# ---- with workers ------------------------------------------------------------------------------
+    def told_again() -> bool:
+        prober.watch([suspect(GONE)], [])
+        return len(told) > 1
 
-
-def stuck(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
-    """A producer whose write does not end, and a consumer whose blocks are in quarantine for it."""
-    producer, consumer = worker("p", transport_class=HeldWrites), worker("c")
-    consumer.step(receives=[receive(producer.address)])
-    producer.step(expects=[Expect("q", "t", 7, DIGEST)], chunks=[Chunk("q", ((1, 2),), 7)])
-    until(lambda: consumer.runtime.counts()["quarantined"] == 1)
-    return producer, consumer
+    until(told_again)
+    prober.close()
 
 
-def test_an_engine_core_that_is_dead_frees_nothing(
-    impatient: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("worker_lives", [True, False])
+def test_only_the_workers_own_end_frees_blocks(
+    impatient: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, worker_lives: bool
 ) -> None:
-    """The core's port refuses, its worker lives: quarantine lasts until the worker acknowledges."""
+    """The engine core is dead and its port refuses; the quarantine lasts until the worker
+    acknowledges or has ended. No report is needed.
+    """
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
-    producer, consumer = stuck(impatient)
+    producer, consumer = impatient("p", transport_class=HeldWrites), impatient("c")
+    consumer.step(receives=[receive(producer.address)])
+    compute(producer)
+    until(lambda: consumer.runtime.counts()["quarantined"] == 1)
     producer.server.close()
     looks: list[ProcessIdentity] = []
 
@@ -324,44 +286,56 @@ def test_an_engine_core_that_is_dead_frees_nothing(
     until(lambda: len(looks) > 10)
     assert consumer.runtime.counts()["quarantined"] == 1
     assert snapshot(consumer.runtime).probed == {Peer("p", 0)}
-    let_go(producer)
-    until(lambda: "r" in results(consumer)[1])
-    until(lambda: consumer.runtime.counts()["quarantined"] == 0)
-
-
-def test_a_worker_that_is_dead_frees_the_blocks(
-    impatient: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No report is needed, because the worker's process has ended."""
-    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
-    _, consumer = stuck(impatient)
-    assert consumer.runtime.counts()["quarantined"] == 1
-    monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
+    if worker_lives:
+        let_go(producer)
+        until(lambda: "r" in results(consumer)[1])
+    else:
+        monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
     until(lambda: consumer.runtime.counts()["quarantined"] == 0)
     until(lambda: snapshot(consumer.runtime).probed == frozenset())
 
 
-def test_a_probe_that_cannot_start_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine may have no thread left, or the device no memory."""
-    lost: list[Peer] = []
-    problems: list[Exception] = [RuntimeError("can't start new thread"), RuntimeError("no memory on the device")]
-    start = threading.Thread.start
+# ---- an engine core and its parent -------------------------------------------------------------
 
-    def starts_later(thread: threading.Thread) -> None:
-        if len(problems) == 2:
-            raise problems.pop(0)
-        start(thread)
+PARENT = """
+import multiprocessing, sys, time
 
-    def no_device_at_first() -> None:
-        if problems:
-            raise problems.pop(0)
+def core():
+    from connectors.vllm_hma.upstream.parent_watchdog import end_with_parent
 
-    monkeypatch.setattr(threading.Thread, "start", starts_later)
-    prober = WorkerProbe(1.0, b"", lambda peer, reason: lost.append(peer), no_device_at_first)
+    end_with_parent()
+    print("waiting", flush=True)
+    time.sleep(600)
 
-    def watched_and_lost() -> bool:
-        prober.watch([suspect(GONE)], [])
-        return bool(lost)
+if __name__ == "__main__":
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=core, daemon=True)
+    process.start()
+    time.sleep(600)
+"""
 
-    until(watched_and_lost)
-    prober.close()
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path, method: str) -> None:
+    """For both of vLLM's start methods."""
+    script, root = tmp_path / "parent.py", Path(__file__).resolve().parents[2]
+    script.write_text(PARENT, encoding="utf-8")
+    command, environment = [sys.executable, str(script), method], {"PYTHONPATH": str(root)}
+    with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        try:
+            assert parent.stdout.readline() == "waiting\n"
+            family = psutil.Process(parent.pid).children(recursive=True)
+        finally:
+            parent.kill()
+        _, left = psutil.wait_procs(family, timeout=30)
+        for process in left:
+            process.kill()
+    assert left == []
+
+
+def test_a_process_of_its_own_is_left_alone() -> None:
+    """An engine in its caller's process does not end with the caller's shell."""
+    code = "from connectors.vllm_hma.upstream.parent_watchdog import end_with_parent; import threading;"
+    code += "end_with_parent(); print(len(threading.enumerate()))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == "1\n"

@@ -1,42 +1,47 @@
-"""The side channel with strangers: access to agent metadata, error answers, and the cost of a
-flood.
-"""
+"""The side channel: keys from a secret, strangers, floods, and the process of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import psutil
 import pytest
 
 from connectors.codec import encode_agent_metadata
-from connectors.errors import HandshakeError, PeerSecretError, WireError
+from connectors.errors import ConfigurationError, HandshakeError, PeerSecretError, WireError
 from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from connectors.vllm_hma.handshake import side_channel
-from connectors.vllm_hma.handshake.secret import derive_keys
+from connectors.vllm_hma.handshake.metadata_process import MetadataProcess
+from connectors.vllm_hma.handshake.secret import Keys, derive_keys
 from connectors.vllm_hma.handshake.side_channel import MetadataServer, fetch_metadata
-from connectors.vllm_hma.orders import Chunk, Expect
-from testing.connector_state import open_connections
-from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results
+from testing.connector_state import open_connections, side_channel_process
+from tests.vllm_contract.workers import FAILED, LIMITS, Worker, receive, results, until
 
 SECRET, ANOTHER = "the secret of these two engines", "the secret of two other engines"
 QUESTION = b"tandem/%d metadata\n" % PROTOCOL_VERSION
+Serve = Callable[..., MetadataServer]
 
 
 @pytest.fixture
-def serve(worker: Callable[..., Worker]) -> Iterator[Callable[..., MetadataServer]]:
-    """Start servers of one agent metadata, with or without a secret; stop them at the end."""
-    agent_metadata = encode_agent_metadata(worker("p").agent_metadata)
+def metadata(worker: Callable[..., Worker]) -> bytes:
+    return encode_agent_metadata(worker("p").agent_metadata)
+
+
+@pytest.fixture
+def serve(metadata: bytes) -> Iterator[Serve]:
     started: list[MetadataServer] = []
 
     def start(secret: str = "", host: str = "127.0.0.1") -> MetadataServer:
-        started.append(MetadataServer(host, 0, [agent_metadata], derive_keys(secret).identity))
+        started.append(MetadataServer(host, 0, [metadata], derive_keys(secret).identity))
         return started[-1]
 
     yield start
@@ -44,13 +49,68 @@ def serve(worker: Callable[..., Worker]) -> Iterator[Callable[..., MetadataServe
         server.close()
 
 
-def fetch(port: int, secret: str = "", timeout_s: float = 60.0) -> str:
+def fetch(port: int, secret: str = "", timeout_s: float = 60.0, host: str = "127.0.0.1") -> str:
     """Return the incarnation in the agent metadata that a peer with ``secret`` receives."""
-    return fetch_metadata("127.0.0.1", port, "p", timeout_s, derive_keys(secret).identity).incarnation
+    return fetch_metadata(host, port, "p", timeout_s, derive_keys(secret).identity).incarnation
 
 
-def connect(port: int, host: str = "127.0.0.1") -> socket.socket:
-    return socket.create_connection((host, port), timeout=60)
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=60)
+
+
+# ---- secrets -----------------------------------------------------------------------------------
+
+
+def test_keys_of_a_secret() -> None:
+    """Both sides of an upgrade derive the same keys: a change needs another protocol version."""
+    keys, other = derive_keys("a secret of enough characters"), derive_keys("a secret of enough characters!")
+    assert {len(keys.messages), len(keys.identity)} == {32}
+    assert len({keys.messages, keys.identity, other.messages, other.identity}) == 4
+    assert keys.messages.hex()[:16] == "94d28a3dc286f5f7"
+    assert derive_keys("") == Keys(b"", b"")
+    assert repr(keys) == "Keys()", "no log line shows them"
+    with pytest.raises(ConfigurationError, match="at least 16") as raised:
+        derive_keys("hunter2")
+    assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "asker_says", "server_says"),
+    [
+        (SECRET, ANOTHER, "its secret differs", "its secret differs"),
+        (SECRET, "", "this engine has a secret, the prefill engine has none", "this engine has no secret"),
+        ("", SECRET, "this engine has a secret, the peer none", "this engine has a secret, the peer none"),
+    ],
+    ids=["different", "only ours", "only theirs"],
+)
+def test_secrets_that_differ(
+    worker: Callable[..., Worker],
+    caplog: pytest.LogCaptureFixture,
+    ours: str,
+    theirs: str,
+    asker_says: str,
+    server_says: str,
+) -> None:
+    """Decode computes the request at once, and both logs have the remedy."""
+    producer, consumer = worker("p", secret=theirs), worker("c", secret=ours)
+    with pytest.raises(PeerSecretError, match=asker_says):
+        fetch(producer.server.port, ours)
+    consumer.step(receives=[receive(producer.address)])
+    assert results(consumer, within_s=LIMITS.progress_s / 2) == FAILED
+    logged = {record.name.rpartition(".")[2]: record.getMessage() for record in caplog.records}
+    for name, says in (("handshaker", asker_says), ("side_channel", server_says)):
+        assert says in logged[name]
+        assert "set the same transfer.secret" in logged[name]
+
+
+def test_a_frame_of_another_secret_is_dropped(worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture) -> None:
+    """A peer that reaches the transport without the secret moves nothing."""
+    producer, consumer = worker("p", secret=SECRET), worker("c", secret=ANOTHER)
+    name = consumer.transport.add_peer(producer.transport.metadata())
+    frame = b"TDM" + bytes([PROTOCOL_VERSION]) + (2).to_bytes(4, "little") + b"{}" + bytes(32)
+    consumer.transport.notify(name, frame)
+    until(lambda: not any(producer.runtime.results()) and "the sender has another secret" in caplog.text)
+    assert not any(producer.runtime.counts().values())
 
 
 class Eavesdropper:
@@ -81,78 +141,14 @@ class Eavesdropper:
             sink.shutdown(socket.SHUT_WR)
 
 
-# ---- secrets -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(("secret", "clear"), [("", True), (SECRET, False)])
+def test_who_can_overhear_metadata(serve: Serve, secret: str, clear: bool) -> None:
+    ear = Eavesdropper(serve(secret).port)
+    assert fetch(ear.port, secret) == "p"
+    assert (QUESTION in ear.heard, b"transport_metadata" in ear.said) == (clear, clear)
 
 
-@pytest.mark.parametrize("secret", ["", SECRET])
-def test_peers_with_one_secret_exchange_kv(worker: Callable[..., Worker], secret: str) -> None:
-    """A transfer completes from the agent metadata to the last message, with and without a
-    secret.
-    """
-    producer, consumer = worker("p", secret=secret), worker("c", secret=secret)
-    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
-    consumer.step(receives=[receive(producer.address)])
-    producer.step(expects=[Expect("q", "t", 7, DIGEST)], chunks=[Chunk("q", ((1, 2),), 7)])
-    assert results(consumer) == (set(), {"r"}, set())
-    assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "asker_says", "server_says"),
-    [
-        (SECRET, ANOTHER, "its secret differs from this engine's", "its secret differs from this engine's"),
-        (
-            SECRET,
-            "",
-            "this engine has a secret, the prefill engine has none",
-            "this engine has no secret, the peer one",
-        ),
-        ("", SECRET, "this engine has a secret, the peer none", "this engine has a secret, the peer none"),
-    ],
-    ids=["different", "only ours", "only theirs"],
-)
-def test_secrets_that_differ(
-    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, ours: str, theirs: str, asker_says, server_says
-) -> None:
-    """No wait until a deadline: decode computes the request at once, and both logs have the
-    remedy.
-    """
-    producer, consumer = worker("p", secret=theirs), worker("c", secret=ours)
-    with pytest.raises(PeerSecretError, match=asker_says) as raised:
-        fetch(producer.server.port, ours)
-    assert "set the same transfer.secret (kv_connector_extra_config: secret) on both engines" in str(raised.value)
-    consumer.step(receives=[receive(producer.address)])
-    assert results(consumer, within_s=LIMITS.progress_s / 2) == (set(), {"r"}, {"r"})
-    logged = {record.name: record.getMessage() for record in caplog.records}
-    assert asker_says in logged["connectors.vllm_hma.handshake.handshaker"]
-    assert server_says in logged["connectors.vllm_hma.handshake.side_channel"]
-    assert "set the same transfer.secret" in logged["connectors.vllm_hma.handshake.side_channel"]
-
-
-def test_a_frame_of_another_secret_is_dropped(worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture) -> None:
-    """A peer that reaches the transport without the secret moves nothing."""
-    producer, consumer = worker("p", secret=SECRET), worker("c", secret=ANOTHER)
-    name = consumer.transport.add_peer(producer.transport.metadata())
-    frame = b"TDM" + bytes([PROTOCOL_VERSION]) + (2).to_bytes(4, "little") + b"{}" + bytes(32)
-    consumer.transport.notify(name, frame)
-    give_up_at = time.monotonic() + 60
-    while "the sender has another secret" not in caplog.text:
-        assert time.monotonic() < give_up_at
-        producer.runtime.results()
-    assert not any(producer.runtime.counts().values())
-
-
-def test_a_metadata_cannot_be_overheard(serve: Callable[..., MetadataServer]) -> None:
-    """With a secret, neither request nor agent metadata are sent as plain text; without one,
-    both are.
-    """
-    for secret, clear in (("", True), (SECRET, False)):
-        ear = Eavesdropper(serve(secret).port)
-        assert fetch(ear.port, secret) == "p"
-        assert (QUESTION in ear.heard, b"transport_metadata" in ear.said) == (clear, clear)
-
-
-# ---- hostile peers -----------------------------------------------------------------------------
+# ---- strangers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("secret", ["", SECRET])
@@ -173,44 +169,38 @@ def test_a_metadata_cannot_be_overheard(serve: Callable[..., MetadataServer]) ->
     ],
     ids=lambda sent: sent[:16].decode(errors="replace") or "nothing",
 )
-def test_whatever_it_is_sent(serve: Callable[..., MetadataServer], secret: str, sent: bytes) -> None:
-    """The server closes the connection, and answers the next valid request."""
-    server = serve(secret)
+def test_whatever_it_is_sent(serve: Serve, secret: str, sent: bytes) -> None:
+    """The server closes the connection, and answers the next valid request. An older Tandem is told
+    the version.
+    """
+    server, said = serve(secret), b""
     with connect(server.port) as stranger, contextlib.suppress(OSError):
         stranger.sendall(sent)
         stranger.shutdown(socket.SHUT_WR)
-        while stranger.recv(2**16):
-            pass
+        while part := stranger.recv(2**16):
+            said += part
     assert fetch(server.port, secret) == "p"
+    assert secret or not sent.startswith(b"tandem/1 ") or QUESTION.strip() in said
 
 
-def test_an_older_tandem_is_told(serve: Callable[..., MetadataServer]) -> None:
-    """The answer to another version names the valid request."""
-    with connect(serve().port) as older:
-        older.sendall(b"tandem/2 cards\n")
-        assert f"tandem/{PROTOCOL_VERSION} metadata".encode() in older.recv(1000)
+HEAD = b"%c" % PROTOCOL_VERSION
 
 
 @pytest.mark.parametrize(
     ("answer", "error", "says"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n", WireError, "this is not Tandem's side channel"),
+        (b"HTTP/1.1 400 Bad Request\r\n", WireError, "not Tandem's side channel"),
         (b"TDA\x02\x00\x00\x00\x00", WireError, f"protocol version 2, this engine {PROTOCOL_VERSION}"),
-        (b"TDA%c\xff\xff\xff\xff" % PROTOCOL_VERSION, WireError, "answers with 4294967295 bytes; the limit is"),
-        (b"TDA%c\x02\x00\x00\x00\xdd\xff" % PROTOCOL_VERSION, WireError, "sent malformed metadata"),
-        (
-            b"TDA%c\x05\x20\x00\x00\xdc\x10\x01" % PROTOCOL_VERSION + b"\xc4\0" * 4097,
-            WireError,
-            "sent malformed metadata",
-        ),
-        (b"TDA%c\x05\x00\x00\x00\x91\xc4\x02{}" % PROTOCOL_VERSION, WireError, "malformed agent metadata"),
-        (b"TDE%c\xff\xff\xff\xff" % PROTOCOL_VERSION + b"no" * 600, WireError, "answered with an error: nono"),
-        (b"TDA", HandshakeError, "did not answer within 1 s"),
-        (b"", HandshakeError, "did not answer within 1 s"),
+        (b"TDA" + HEAD + b"\xff\xff\xff\xff", WireError, "4294967295 bytes"),
+        (b"TDA" + HEAD + b"\x02\x00\x00\x00\xdd\xff", WireError, "malformed metadata"),
+        (b"TDA" + HEAD + b"\x05\x20\x00\x00\xdc\x10\x01" + b"\xc4\0" * 4097, WireError, "malformed metadata"),
+        (b"TDA" + HEAD + b"\x05\x00\x00\x00\x91\xc4\x02{}", WireError, "malformed agent metadata"),
+        (b"TDE" + HEAD + b"\xff\xff\xff\xff" + b"no" * 600, WireError, "an error: nono"),
+        (b"TDA", HandshakeError, "did not answer"),
+        (b"", HandshakeError, "did not answer"),
     ],
 )
 def test_an_answer_that_is_no_metadata(answer: bytes, error: type[Exception], says: str) -> None:
-    """Whatever listens there causes a typed error within the deadline."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def reply() -> None:
@@ -226,27 +216,19 @@ def test_an_answer_that_is_no_metadata(answer: bytes, error: type[Exception], sa
 
 
 @pytest.mark.parametrize("secret", ["", SECRET])
-def test_connections_that_say_nothing(
-    serve: Callable[..., MetadataServer], monkeypatch: pytest.MonkeyPatch, secret: str
-) -> None:
-    """Above the connection limit a peer is served at once, and the oldest connections are
-    closed.
-    """
+def test_connections_that_say_nothing(serve: Serve, monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    """Above the limit a peer is served at once, and the oldest connections are closed."""
     monkeypatch.setattr(side_channel, "MAX_CONNECTIONS", 128)
     server = serve(secret)
-    held = [connect(server.port) for _ in range(side_channel.MAX_CONNECTIONS + 50)]
-    try:
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(connect(server.port)) for _ in range(side_channel.MAX_CONNECTIONS + 50)]
         assert fetch(server.port, secret) == "p"
         assert open_connections(server) <= side_channel.MAX_CONNECTIONS
-        held[0].settimeout(60)
         with contextlib.suppress(ConnectionError):
             assert held[0].recv(1) == b""
-    finally:
-        for one in held:
-            one.close()
 
 
-def test_a_question_that_drips(serve: Callable[..., MetadataServer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_that_drips(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte from time to time does not keep a connection open."""
     monkeypatch.setattr(side_channel, "TALK_S", 0.5)
     with connect(serve().port) as slow:
@@ -259,15 +241,11 @@ def test_a_question_that_drips(serve: Callable[..., MetadataServer], monkeypatch
 
 
 @pytest.mark.parametrize("secret", ["", SECRET])
-def test_a_flood_of_connections(serve: Callable[..., MetadataServer], secret: str) -> None:
-    """While two threads connect as fast as they can, peers are served; afterwards no connection
-    remains.
-    """
+def test_a_flood_of_connections(serve: Serve, secret: str) -> None:
+    """While two threads connect as fast as they can, peers are served; no connection remains."""
     server = serve(secret)
     assert fetch(server.port, secret) == "p"
-    before = len(os.listdir("/proc/self/fd"))
-    over = threading.Event()
-    connected = [0, 0]
+    before, over, connected = len(os.listdir("/proc/self/fd")), threading.Event(), [0, 0]
 
     def flood(which: int) -> None:
         while not over.is_set():
@@ -275,32 +253,92 @@ def test_a_flood_of_connections(serve: Callable[..., MetadataServer], secret: st
                 one.sendall(b"\x16\x03\x01\x02\x00" + os.urandom(100))
                 connected[which] += 1
 
-    threads = [threading.Thread(target=flood, args=(which,)) for which in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        fetched, give_up_at = 0, time.monotonic() + 120
-        while fetched < 5 or min(connected) <= 20:  # a busy core may schedule a thread rarely
-            assert fetch(server.port, secret, timeout_s=30.0) == "p"
-            fetched += 1
-            assert time.monotonic() < give_up_at
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join(timeout=60)
+    with ThreadPoolExecutor(2) as pool:
+        pool.map(flood, range(2))
+        try:
+            fetched, give_up_at = 0, time.monotonic() + 120
+            while fetched < 5 or min(connected) <= 20:  # a busy core may schedule a thread rarely
+                assert fetch(server.port, secret, timeout_s=30.0) == "p"
+                fetched += 1
+                assert time.monotonic() < give_up_at
+        finally:
+            over.set()
     assert fetch(server.port, secret, timeout_s=30.0) == "p"
-    give_up_at = time.monotonic() + 60 + side_channel.TALK_S
-    while len(os.listdir("/proc/self/fd")) > before + 2:
-        assert time.monotonic() < give_up_at
-        time.sleep(0.05)
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2, 60 + side_channel.TALK_S)
 
 
-def test_it_listens_where_it_is_told_to(serve: Callable[..., MetadataServer]) -> None:
-    """The side channel listens on the configured address and no other."""
+def test_it_listens_where_it_is_told_to(serve: Serve) -> None:
     server = serve(host="127.0.0.3")
-    listening = [
-        one.laddr for one in psutil.Process().net_connections("tcp") if one.laddr and one.laddr.port == server.port
-    ]
+    every = [one.laddr for one in psutil.Process().net_connections("tcp") if one.laddr]
     # A connection to 127.0.0.1 proves nothing: another process may listen there on the same port.
-    assert {address.ip for address in listening} == {"127.0.0.3"}
-    assert fetch_metadata("127.0.0.3", server.port, "p", 60.0).incarnation == "p"
+    assert {address.ip for address in every if address.port == server.port} == {"127.0.0.3"}
+    assert fetch(server.port, host="127.0.0.3") == "p"
+
+
+# ---- in a process of its own -------------------------------------------------------------------
+
+DECODE_WORKERS = 96
+OWNER = """
+import sys, time
+from connectors.vllm_hma.handshake.metadata_process import MetadataProcess
+print(MetadataProcess("127.0.0.1", 0, [b"agent metadata"]).port, flush=True)
+time.sleep(600)
+"""
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_process_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port is taken, or it ends before it has read the metadata, which exceed a pipe's buffer.
+
+    The error is raised in the engine's process, where its operator looks.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"side_channel_port {port}: cannot listen"):
+            MetadataProcess("127.0.0.1", port, [b"agent metadata"])
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with pytest.raises(ConfigurationError, match="the side channel process"):
+        MetadataProcess("127.0.0.1", 0, [bytes(4 << 20)])
+
+
+def test_a_process_that_is_killed_is_started_again(metadata: bytes) -> None:
+    """Without the process, no further decode engine could connect to a working prefill engine."""
+    server = MetadataProcess("127.0.0.1", 0, [metadata])
+    try:
+        for _ in range(2):
+            os.kill(side_channel_process(server).pid, signal.SIGKILL)
+            until(lambda: not listens(server.port))
+            until(lambda: listens(server.port))
+            assert fetch(server.port) == "p"
+    finally:
+        server.close()
+    assert not listens(server.port)
+
+
+def test_many_decode_workers_at_once(metadata: bytes) -> None:
+    server = MetadataProcess("127.0.0.1", 0, [metadata], derive_keys(SECRET).identity)
+    try:
+        with ThreadPoolExecutor(DECODE_WORKERS) as pool:
+            assert {*pool.map(lambda _: fetch(server.port, SECRET, 30.0), range(DECODE_WORKERS))} == {"p"}
+    finally:
+        server.close()
+    assert side_channel_process(server).poll() is not None
+    assert not listens(server.port)
+    server.close()
+
+
+def test_it_ends_with_its_engine() -> None:
+    """Also if the engine is killed."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, env=environment) as owner:
+        assert owner.stdout is not None
+        try:
+            port = int(owner.stdout.readline())
+            assert listens(port)
+        finally:
+            owner.kill()
+    until(lambda: not listens(port))

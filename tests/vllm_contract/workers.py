@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from connectors.codec import encode_agent_metadata
@@ -24,6 +26,7 @@ from connectors.vllm_hma.handshake.processes import own_process
 from connectors.vllm_hma.handshake.secret import derive_keys
 from connectors.vllm_hma.handshake.side_channel import MetadataServer
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders, Receive
+from connectors.vllm_hma.worker_side import runtime
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
 from connectors.vllm_hma.worker_side.steps import StepFence
 from testing.memory_transport import Fabric, MemoryTransport
@@ -97,6 +100,49 @@ class Scripted(MemoryTransport):
         return super().poll(super().write(*self._reads_later.pop(handle)) if self.late else handle)
 
 
+class HeldWrites(Scripted):
+    """Writes complete only after ``let_go``, as over a slow network."""
+
+    held = True
+
+
+class SlowFence(StepFence):
+    """A device that completes only the work that a test names."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.done: set[object] = set()
+        self.marked: list[object] = []
+
+    def mark(self) -> torch.Event | None:
+        self.marked.append(object())
+        return self.marked[-1]
+
+    def passed(self, event: torch.Event | None) -> bool:  # type: ignore[override]
+        return event is None or event in self.done
+
+
+class Clock:
+    """Clock of the test's thread; the progress thread uses the real one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rests: list[float] = []
+        self.during: Callable[[], None] = lambda: None
+        self._ours, self._real, self._added = threading.get_ident(), runtime.time, 0.0
+        monkeypatch.setattr(runtime, "time", SimpleNamespace(monotonic=self._monotonic, sleep=self._sleep))
+
+    def _monotonic(self) -> float:
+        added = self._added if threading.get_ident() == self._ours else 0.0
+        return self._real.monotonic() + added
+
+    def _sleep(self, seconds: float) -> None:
+        """Pause of the fence: takes no time, and counts as a tenth of a second."""
+        assert threading.get_ident() == self._ours
+        self.rests.append(seconds)
+        self._added += max(seconds, 0.1)
+        self.during()
+
+
 def scripted(worker: Worker) -> Scripted:
     assert isinstance(worker.transport, Scripted)
     return worker.transport
@@ -150,7 +196,6 @@ class Worker:
         return EngineAddress(self.agent_metadata.incarnation, "127.0.0.1", self.server.port)
 
     def step(self, **orders: Any) -> None:
-        """Run one engine step, as vLLM's hooks see it."""
         self.runtime.before_forward(Orders(**orders))
         self.runtime.after_forward(Orders(**orders))
 
@@ -180,8 +225,50 @@ def transfer(producer: Worker, consumer: Worker, name: str = "") -> tuple[set[st
     return found
 
 
+def live(producer: Worker, consumer: Worker) -> None:
+    """Send the consumer's offer and start prefill's request; wait until each knows of the other."""
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[EXPECT])
+    until(lambda: producer.runtime.counts()["live"] == consumer.runtime.counts()["offered"] == 1)
+
+
+def both_ends(worker: Callable[..., Worker], **producers: object) -> tuple[Worker, Worker]:
+    """A producer whose only write is in flight, with the whole prompt computed, and its
+    consumer.
+    """
+    producer, consumer = worker("p", transport_class=HeldWrites, **producers), worker("c")
+    consumer.step(receives=[receive(producer.address)])
+    compute(producer)
+    until(lambda: posted(producer))
+    return producer, consumer
+
+
+def let_go(producer: Worker) -> None:
+    scripted(producer).held = False
+
+
+def sends_nothing_of_a_spoiled_step(
+    producer: Worker, consumer: Worker, step: Callable[[Orders, bool], None], later: bool = False
+) -> None:
+    """Check that prefill's last chunk is not sent, if its step is spoiled or, ``later``, the next.
+
+    ``step``  runs a step with these orders, which is spoiled or not
+    """
+    producer.cache[:] = 0xEE
+    step(Orders(expects=[EXPECT], starts=["q"]), False)
+    consumer.step(receives=[receive(producer.address)])
+    until(lambda: producer.runtime.counts()["live"] == 1)
+    chunks = [Chunk("q", ((1, 2),), 7, last=True)]
+    step(Orders(chunks=[] if later else chunks), True)
+    if later:
+        step(Orders(chunks=chunks), False)
+    step(Orders(finished=[SENT]), False)
+    assert results(consumer) == FAILED
+    assert results(producer) == ({"q"}, set(), set())
+    assert (consumer.cache == 0).all(), "nothing of the step was written"
+
+
 def posted(producer: Worker) -> bool:
-    """Return whether writes are in flight, and all of them posted."""
     writes = producer.runtime._writes._open.values()  # noqa: SLF001
     return bool(writes) and not any(one.posting for one in list(writes))
 

@@ -50,7 +50,6 @@ class Engines:
 
 
 async def all_reset(*engines: AsyncLLM) -> bool:
-    """Clear the prefix caches; return whether no engine holds a block."""
     return all([await engine.reset_prefix_cache() for engine in engines])
 
 
@@ -109,7 +108,6 @@ async def pair_of_engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def engines(pair_of_engines: Engines) -> AsyncIterator[Engines]:
-    """The engines with empty pools and caches, before each test and after it."""
     assert await pair_of_engines.idle()
     yield pair_of_engines
     assert await pair_of_engines.idle()

@@ -42,6 +42,5 @@ async def test_a_prefill_leg_that_decodes_is_not_produced(engines: Engines) -> N
 
 
 async def test_a_lease_ends(engines: Engines) -> None:
-    """Finished blocks that no engine fetches return to the pool after lease_s."""
     await generate(engines.one_to_two.prefill, random_prompt(300, seed=40), 1, {"do_remote_decode": True})
     assert not await engines.one_to_two.prefill.reset_prefix_cache(), "the lease holds blocks"
