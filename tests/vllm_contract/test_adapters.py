@@ -125,32 +125,27 @@ def test_a_path_with_two_contents_stays_unknown(tmp_path: Path, old: Path, new: 
 
 
 def test_a_bounded_number_of_adapters_is_remembered(tmp_path: Path, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those used last. A forgotten path stays unknown: its earlier content may be cached."""
-    monkeypatch.setattr(adapters, "ADAPTERS_KEPT", 2)
-    engine = Engine()
-    changes = AdapterChanges(engine.loads)
-    paths = [Path(shutil.copytree(old, tmp_path / str(number))) for number in range(3)]
-    for number, path in enumerate(paths, 1):
-        engine.load(path, number)
-        assert engine.identity(paths[0], 1) != UNKNOWN
-    assert [engine.identity(path, number) == UNKNOWN for number, path in enumerate(paths, 1)] == [False, True, False]
-    assert set(changes.take()) == {Adapter(1, str(paths[0])), Adapter(3, str(paths[2]))}
-    assert engine.load(paths[1], 4) == UNKNOWN
-    gone, known = Adapter(1, str(paths[0])), Adapter(3, str(paths[2]))
-    assert changes.take() == {gone: UNKNOWN, Adapter(4, str(paths[1])): UNKNOWN}
-    assert (set(engine.loads.identities), changes.take()) == ({known, Adapter(4, str(paths[1]))}, {})
-
-
-def test_an_adapter_that_is_loaded_again_is_known(tmp_path: Path, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load counts as a use, and vLLM gives the adapter a new id after an unload."""
+    """Further ones are unknown, and make those unknown whose path or id they have."""
     monkeypatch.setattr(adapters, "ADAPTERS_KEPT", 3)
     engine = Engine()
-    paths = [Path(shutil.copytree(old, tmp_path / str(number))) for number in range(6)]
-    for number, path in enumerate(paths, 10):
-        engine.load(paths[0])
+    changes = AdapterChanges(engine.loads)
+    paths = [Path(shutil.copytree(old, tmp_path / str(number))) for number in range(4)]
+    for number, path in enumerate(paths, 1):
         engine.load(path, number)
-    assert engine.identity(paths[0]) != UNKNOWN
-    assert UNKNOWN not in {engine.load(paths[0], number) for number in range(20, 30)}
+    kept = [Adapter(number, str(path)) for number, path in enumerate(paths[:3], 1)]
+    assert set(changes.take()) == set(engine.loads.identities) == set(kept)
+    assert engine.identity(paths[3], 4) == UNKNOWN
+    engine.load(paths[0], 5)
+    engine.load(paths[3], 2)
+    engine.load(paths[0], 1)
+    engine.load(paths[1], 2)
+    assert [engine.identity(path, number) == UNKNOWN for number, path in enumerate(paths, 1)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+    assert changes.take() == dict.fromkeys(kept[:2], UNKNOWN)
 
 
 def test_another_path_under_the_same_id(old: Path, new: Path) -> None:

@@ -159,6 +159,7 @@ def test_who_can_overhear_metadata(serve: Serve, secret: str, clear: bool) -> No
         b"\n",
         b"x" * 900,
         b"x" * 10**6,
+        b"x" * 1000 + b"\n",
         b"GET / HTTP/1.1\r\n\r\n",
         b"tandem/1 cards\n",
         QUESTION + QUESTION * 1000,
@@ -169,7 +170,7 @@ def test_who_can_overhear_metadata(serve: Serve, secret: str, clear: bool) -> No
     ],
     ids=lambda sent: sent[:16].decode(errors="replace") or "nothing",
 )
-def test_whatever_it_is_sent(serve: Serve, secret: str, sent: bytes) -> None:
+def test_whatever_it_is_sent(serve: Serve, caplog: pytest.LogCaptureFixture, secret: str, sent: bytes) -> None:
     """The server closes the connection, and answers the next valid request. An older Tandem is told
     the version.
     """
@@ -181,6 +182,7 @@ def test_whatever_it_is_sent(serve: Serve, secret: str, sent: bytes) -> None:
             said += part
     assert fetch(server.port, secret) == "p"
     assert secret or not sent.startswith(b"tandem/1 ") or QUESTION.strip() in said
+    assert "cannot answer" not in caplog.text  # nothing unexpected
 
 
 HEAD = b"%c" % PROTOCOL_VERSION

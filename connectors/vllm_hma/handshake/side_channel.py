@@ -20,11 +20,10 @@ uint32, little endian.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
-import itertools
 import logging
-import math
 import re
 import socket
 import ssl
@@ -45,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 TALK_S = 5.0
 MAX_CONNECTIONS = 512
-_TICK_S = 0.25
 _NO_DESCRIPTOR_S = 0.05
 
 _METADATA_REQUEST = b"tandem/%d metadata\n" % PROTOCOL_VERSION
@@ -79,76 +77,75 @@ class MetadataServer:
                 f"side_channel_host {host!r}, side_channel_port {port}: cannot listen: {error}; set an address of this "
                 "node and a port that no other engine on it has: port 0 takes a free one"
             ) from error
-        self._listener.settimeout(_TICK_S)
+        self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
-        self._closing = threading.Event()
-        self._changed = threading.Condition()
-        # Time of arrival and socket of each connection, oldest first.
-        self._open: dict[int, tuple[float, socket.socket]] = {}
+        self._open: dict[asyncio.Task[None], None] = {}
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="tandem-side-channel", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Close all connections. Idempotent."""
-        self._closing.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
+        """Wait at most 5 s for the thread. Idempotent."""
+        if self._thread.is_alive():
+            # The loop may have been closed after the check.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(timeout=5)
         self._listener.close()
 
     def _run(self) -> None:
-        for number in itertools.takewhile(lambda _: not self._closing.is_set(), itertools.count()):
-            with self._changed:
-                self._shut(time.monotonic() - TALK_S, MAX_CONNECTIONS)
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        accepting = asyncio.create_task(self._accept_forever())
+        await self._closing.wait()
+        tasks = [accepting, *self._open]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    async def _accept_forever(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
             try:
-                connection, address = self._listener.accept()
-            except OSError as error:
-                if not isinstance(error, TimeoutError) and not self._closing.is_set():
-                    # For example, no file descriptor is left.
-                    logger.warning("Tandem: side channel: cannot accept a connection, trying again: %s", error)
-                    time.sleep(_NO_DESCRIPTOR_S)
-                continue
-            connection.settimeout(TALK_S)
-            with self._changed:
-                # Threads of shut connections must end before others start, or a flood adds threads.
-                self._shut(time.monotonic() - TALK_S, MAX_CONNECTIONS - 1)
-                self._changed.wait_for(lambda: len(self._open) < MAX_CONNECTIONS, TALK_S)
-                self._open[number] = time.monotonic(), connection
-            talk = threading.Thread(target=self._talk, args=(number, connection, str(address[0])), daemon=True)
-            try:
-                talk.start()
-            except RuntimeError as error:
-                logger.warning("Tandem: side channel: cannot serve a connection: %s", error)
-                self._end(number)
-        with self._changed:
-            self._shut(math.inf, 0)
+                connection, address = await loop.sock_accept(self._listener)
+            except Exception as error:
+                # For example, no file descriptor is left. The server must outlive such an error.
+                logger.warning("Tandem: side channel: cannot accept a connection, trying again: %s", error)
+                await asyncio.sleep(_NO_DESCRIPTOR_S)
+            else:
+                if len(self._open) >= MAX_CONNECTIONS:
+                    oldest = next(iter(self._open))
+                    del self._open[oldest]
+                    oldest.cancel()
+                task = loop.create_task(self._talk(connection, str(address[0])))
+                self._open[task] = None
+                task.add_done_callback(lambda done: self._open.pop(done, None))
+            # Let open connections run: `sock_accept` does not yield while the backlog has others.
+            await asyncio.sleep(0)
 
-    def _shut(self, since: float, most: int) -> None:
-        """Shut connections down that arrived before ``since``, and the oldest above ``most``."""
-        for rank, (arrived_at, connection) in enumerate(self._open.values()):
-            if arrived_at < since or rank < len(self._open) - most:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-
-    def _end(self, number: int) -> None:
-        with self._changed:
-            self._open.pop(number)[1].close()
-            self._changed.notify_all()
-
-    def _talk(self, number: int, connection: socket.socket, who: str) -> None:
+    async def _talk(self, connection: socket.socket, who: str) -> None:
+        streams = _Streams(connection)
         try:
-            self._answer_one(number, connection, who)
+            async with asyncio.timeout(TALK_S):
+                await self._answer_one(connection, streams, who)
+        except TimeoutError:
+            logger.warning("Tandem: side channel: the connection of %s did not end within %g s", who, TALK_S)
         except ssl.SSLError as error:
             logger.warning("Tandem: side channel: %s", _meaning(error, who))
-        except OSError as error:
-            logger.warning("Tandem: side channel: the connection of %s broke or took over %g s: %s", who, TALK_S, error)
+        except (OSError, EOFError, asyncio.LimitOverrunError) as error:
+            logger.warning("Tandem: side channel: the connection of %s broke: %s", who, error)
         except Exception as error:
             logger.warning("Tandem: side channel: cannot answer %s, closing the connection: %r", who, error)
         finally:
-            self._end(number)
+            streams.abort()
 
-    def _answer_one(self, number: int, connection: socket.socket, who: str) -> None:
-        first = connection.recv(1, socket.MSG_PEEK)
+    async def _answer_one(self, connection: socket.socket, streams: _Streams, who: str) -> None:
+        loop = asyncio.get_running_loop()
+        connection.setblocking(False)
+        first = await _peek(loop, connection)
         if not first:
             return
         if (first == _TLS_RECORD) != (self._tls is not None):
@@ -157,39 +154,62 @@ class MetadataServer:
             logger.warning("Tandem: %s", problem)
             # Read first: closing a connection with unread bytes resets it, and the response may be
             # lost.
-            connection.recv(_MAX_REQUEST_BYTES)
-            connection.sendall(_response(_ERROR, f"this engine {ours}, the peer {theirs}".encode()))
+            await loop.sock_recv(connection, _MAX_REQUEST_BYTES)
+            await loop.sock_sendall(connection, _response(_ERROR, f"this engine {ours}, the peer {theirs}".encode()))
             return
-        if self._tls is not None:
-            with self._changed:
-                arrived_at, _ = self._open[number]
-                connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-                self._open[number] = arrived_at, connection
-            connection.do_handshake()
-        request = b""
-        while b"\n" not in request:
-            part = connection.recv(_MAX_REQUEST_BYTES)
-            request += part
-            if not part or len(request) > _MAX_REQUEST_BYTES:
-                raise ConnectionError("it sent no request")
-        request = request[: request.index(b"\n") + 1]
+        reader, writer = await streams.open(self._tls)
+        request = await reader.readuntil(b"\n")
         process = _PROCESS.fullmatch(request)
         if request == _METADATA_REQUEST:
-            connection.sendall(self._answer)
+            writer.write(self._answer)
         elif process is not None:
             host, pid, started_at = process.groups()
             found = liveness(ProcessIdentity(host.decode(), int(pid), int(started_at)))
-            connection.sendall(_response(_LIVENESS, found.value.encode()))
+            writer.write(_response(_LIVENESS, found.value.encode()))
         else:
             logger.warning("Tandem: side channel: unknown request of %s: %r", who, request[:80])
-            text = f"unknown request; send {_METADATA_REQUEST.decode().strip()!r}"
-            connection.sendall(_response(_ERROR, text.encode()))
+            writer.write(_response(_ERROR, f"unknown request; send {_METADATA_REQUEST.decode().strip()!r}".encode()))
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+
+class _Streams:
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._transport: asyncio.BaseTransport | None = None
+        self._owned = False
+
+    async def open(self, tls: ssl.SSLContext | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(_MAX_REQUEST_BYTES, loop)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        self._owned = True  # by asyncio, which closes it if the handshake fails
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, self._connection, ssl=tls)
+        self._transport = transport
+        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()  # type: ignore[attr-defined]
+        elif not self._owned:
+            self._connection.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:
     """Listen on this address only; ``::`` includes IPv4."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=host == "::")
+
+
+async def _peek(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> bytes:
+    ready = asyncio.Event()
+    loop.add_reader(connection, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(connection)
+    return connection.recv(1, socket.MSG_PEEK)
 
 
 def _response(kind: bytes, body: bytes) -> bytes:
@@ -252,7 +272,7 @@ def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes
             return _Attempt(where, request, min(give_up_at, time.monotonic() + attempt_s)).ask(host, port, tls)
         except ssl.SSLCertVerificationError as error:
             raise PeerSecretError(where, "its secret differs from this engine's") from error
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, asyncio.LimitOverrunError) as error:
             if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
                 raise _tls_failure(error, where) from error
             if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:
