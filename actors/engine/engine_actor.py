@@ -20,7 +20,7 @@ from ray import serve
 from actors.adapter_records import AdapterRecords
 from actors.engine.arguments import why_no_first_token
 from actors.engine.asgi_call import Notices
-from actors.engine.moves import move_streams
+from actors.engine.moves import likeness, move_streams
 from actors.engine.node_failures import dead_nodes_now, grace_s, watch_nodes
 from actors.engine.pair_warmup import (
     CALL_MARGIN_S,
@@ -98,7 +98,7 @@ class EngineActor:
 
     def _describe_ranks(self) -> None:
         for described, metadata in zip(self.engine.described, self._rank_metadata, strict=True):
-            metadata |= {name: described[name] for name in ("identity", "store") if described.get(name)}
+            metadata |= {name: described[name] for name in ("identity", "frontend", "store") if described.get(name)}
 
     async def _open_rpc_servers(self, settings: RoleSettings, files: TlsFiles | None = None) -> None:
         tls = None if files is None else server_context(files)
@@ -250,13 +250,7 @@ class Prefill(EngineActor):
         finally:
             self._held.discard(transfer_id)
             if not stream.done:
-                await self._discard(rank, transfer_id)
-
-    async def _discard(self, rank: int, transfer_id: str) -> None:
-        try:
-            await self.engine.discard(transfer_id, rank)
-        except Exception as error:
-            logger.warning("cannot discard transfer %s; its lease will expire: %r", transfer_id, error)
+                await self.engine.discard(transfer_id, rank)
 
     async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
         """Return the `ProbeParams` of a probe on each rank whose engine id is not in `known`."""
@@ -318,12 +312,12 @@ class Decode(EngineActor):
         return SplitCall(request.call, request.prefill, self._channels, serve, heartbeats).items(self.accepted(rank))
 
     async def identities(self) -> list[str]:
-        """Return the identities of the ranks that accept calls, for replicas whose streams move."""
+        """Return the `likeness` of the ranks that accept calls, for replicas whose streams move."""
         await self.engine.check_health()
         if not self.engine.can_resume:
             return []
         ranks = zip(self._rpc_servers, self.engine.described, strict=True)
-        return [described.get("identity", "") for server, described in ranks if not server.leaving.is_set()]
+        return [likeness(described) for server, described in ranks if not server.leaving.is_set()]
 
     async def _drain(self) -> None:
         moving = [

@@ -1,11 +1,13 @@
 """Moves of the streams of a stopping decode engine to other engines, which continue them.
 
 A stream that ends with `Moved` keeps its KV here until its router has continued it elsewhere and
-cancels the call. The engine drains as before if no other engine of its identity accepts calls.
+cancels the call. The engine drains as before if no other engine like it accepts calls.
 """
 
 import asyncio
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from actors.engine.pair_warmup import PeerReplicas
 from actors.engine.vllm_engine import VllmEngine
@@ -25,30 +27,35 @@ LOOK_S = 0.2
 """Interval in seconds between looks at the streams."""
 
 
+def likeness(described: Mapping[str, Any]) -> str:
+    """Return what another rank must share to continue the streams of this one."""
+    return f"{described.get('identity', '')} {described.get('frontend', '')}"
+
+
 async def move_streams(engine: VllmEngine, rank: int, server: RpcServer, others: PeerReplicas) -> None:
     """Move the streams of `rank` once `server` refuses calls, until the caller cancels this.
 
     Those that may have the most tokens left move first.
     """
     await server.leaving.wait()
-    identity = engine.described[rank].get("identity", "")
+    own = likeness(engine.described[rank])
     told: dict[str, float] = {}
     while True:
         try:
-            await _move_some(engine, rank, server, others, identity, told)
+            await _move_some(engine, rank, server, others, own, told)
         except Exception:
             logger.exception("rank %d is stopping and could not move streams; they run on", rank)
         await asyncio.sleep(LOOK_S)
 
 
 async def _move_some(
-    engine: VllmEngine, rank: int, server: RpcServer, others: PeerReplicas, identity: str, told: dict[str, float]
+    engine: VllmEngine, rank: int, server: RpcServer, others: PeerReplicas, own: str, told: dict[str, float]
 ) -> None:
     """Tell further streams to move, and record in `told` when."""
     left, now = engine.movable(rank), asyncio.get_running_loop().time()
     moving = sum(now - told[each] < MOVES_S for each in told.keys() & left.keys())
     waiting = sorted(left.keys() - told.keys(), key=left.__getitem__, reverse=True)[: max(0, AT_ONCE - moving)]
-    if waiting and any(identity in own for own in await others.ask("identities")):
+    if waiting and any(own in alike for alike in await others.ask("identities")):
         for request_id in waiting:
             told[request_id] = now
             await engine.move(request_id, rank)

@@ -162,9 +162,12 @@ async def test_a_stream_does_not_continue_on_other_weights(engine: VllmEngine, t
     whole = said(await stream(engine, endpoint, body))
     async with started(settings) as heir:
         assert said(await stream(engine, endpoint, body, dies_at=14, heir=heir)) == whole
+        assert heir.described[0]["frontend"] == engine.described[0]["frontend"]
     weights = load_file(model / "model.safetensors")
     save_file({name: tensor.flip(0).contiguous() for name, tensor in weights.items()}, model / "model.safetensors")
-    async with started(settings) as heir:
+    other = settings.model_copy(update={"frontend": SETTINGS.frontend | {"chat_template": "{{ 1 }}"}})
+    async with started(other) as heir:
+        assert heir.described[0]["frontend"] != engine.described[0]["frontend"]
         assert said(await stream(heir, endpoint, body)) != whole
         with pytest.raises(CannotResumeError, match="another model"):
             await stream(engine, endpoint, body, dies_at=14, heir=heir)

@@ -13,11 +13,13 @@ from actors.engine.moves import AT_ONCE, MOVES_S, move_streams
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
+OWN = "model a template"
+
 
 class Engine:
     """An engine whose streams end a while after they were told to move."""
 
-    described = ({"identity": "model"},)
+    described = ({"identity": "model", "frontend": "a template"},)
     can_resume = True
     stuck: frozenset[str] = frozenset()
 
@@ -52,8 +54,8 @@ class Engine:
 
 @pytest.mark.parametrize(
     ("others", "moves"),
-    [([["other"], ["model"]], True), ([["other"]], False), ([], False)],
-    ids=["another engine", "only other models", "alone"],
+    [([["other", OWN], ["other"]], True), ([["other"]], False), ([["model", "another template"]], False), ([], False)],
+    ids=["another engine", "only other models", "only other templates", "alone"],
 )
 async def test_the_longest_streams_move_first(others: list[list[str]], moves: bool) -> None:
     async def ask(_: str) -> list[list[str]]:
@@ -77,7 +79,7 @@ async def test_streams_that_do_not_end_do_not_keep_others_from_moving() -> None:
     """Their clients read nothing, or no engine has a slot for them."""
 
     async def ask(_: str) -> list[list[str]]:
-        return [["model"]]
+        return [[OWN]]
 
     streams = {f"{number:02}": number for number in range(2 * AT_ONCE)}
     engine: Any = Engine(streams)
@@ -114,7 +116,7 @@ class Replica(Decode):
         self._others: Any = SimpleNamespace(ask=self.ask)
 
     async def ask(self, method: str) -> list[list[str]]:
-        return [await getattr(self, method)(), ["model"]]
+        return [await getattr(self, method)(), [OWN]]
 
     def __del__(self) -> None:  # type: ignore[override]
         """Replace Serve's hook."""
@@ -122,7 +124,7 @@ class Replica(Decode):
 
 async def test_a_stopping_replica_is_empty_once_its_streams_have_moved() -> None:
     replica = Replica()
-    assert await replica.identities() == ["model"]
+    assert await replica.identities() == [OWN]
     replica.engine.can_resume = False
     assert await replica.identities() == []
     await replica._drain()  # noqa: SLF001
