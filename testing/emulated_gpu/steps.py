@@ -162,8 +162,8 @@ async def streams(folder: Path) -> str:
     transfer = {"supervisor": SUPERVISOR, "progress_s": 600.0, "lease_s": 1200.0, "trace_path": str(trace)}
     engines = [start_engine(model, 1, "kv_consumer", transfer=transfer, **EAGER) for _ in range(2)]
     source, target = engines
-    seeded = {"temperature": 1.0, "seed": 7, "presence_penalty": 0.5, "repetition_penalty": 1.2}
-    for sampling in ({}, seeded):
+    seeded: dict[str, Any] = {"temperature": 1.0, "seed": 7, "presence_penalty": 0.5, "repetition_penalty": 1.2}
+    for sampling in (dict[str, Any](), seeded):
         prompt = random_prompt(100, 1)
         whole, _ = await run_or_move(source, prompt, {}, 12, **sampling)
         for moves_at in (None, 4):

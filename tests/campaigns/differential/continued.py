@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from typing import cast
 
 from actors.engine.vllm_engine import VllmEngine
+from actors.request import Endpoint
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
 from configs.settings.kv import TransferSettings
@@ -70,7 +72,7 @@ async def _play(report: Report, count: int, seed: int) -> None:
         nonlocal differ
         draw, heirs, asked = Random(f"{seed} {number}"), Fault(), case.requests[0]
         headers = ((b"content-type", b"application/json"), (REQUEST_ID, b"s%06d" % number))
-        stream = ClientRequest(asked.path, headers, asked.content, json.loads(asked.content))
+        stream = ClientRequest(cast(Endpoint, asked.path), headers, asked.content, json.loads(asked.content))
         whole, _ = await interrupted(first, stream, Fault(), heir, Fault())
         if (tokens := tokens_of(whole)) < 2:
             return
@@ -90,14 +92,16 @@ async def _play(report: Report, count: int, seed: int) -> None:
     async def client() -> None:
         while total.total() < count:
             number, case = next(cases)
-            await cut(number, case, *directions[(direction := names[number // 2 % 2])], direction)
+            direction = names[number // 2 % 2]
+            first, heir = directions[direction]
+            await cut(number, case, first, heir, direction)
 
     directions = {"TP 1 to 2": (one, two), "TP 2 to 1": (two, one)}
     names = list(directions)
     try:
         await asyncio.gather(*(client() for _ in range(AT_ONCE)))
         for kind in (*names, *KINDS):
-            report.row(seed=seed, kind=kind, **ways.get(kind, {}))
+            report.row(seed=seed, kind=kind, **ways.get(kind, Counter()))
         report.row(seed=seed, differ=differ, **total)
         await until(lambda: all_reset(one._llm, two._llm))  # noqa: SLF001 - no public way to the block pools
     finally:
