@@ -33,7 +33,6 @@ TOLERANCE = 5e-3
 """Tolerance of a logprob: Triton multiplies float32 in TF32."""
 TOKENS = 3
 STORE, STORED_S = "store", 10.0
-STREAMS = "streams"
 DOCTOR = "doctor"
 
 
@@ -150,43 +149,6 @@ async def store(folder: Path) -> str:
     return found
 
 
-async def streams(folder: Path) -> str:
-    """Continue streams on another engine: with their KV, and computed with the prompt."""
-    from connectors.protocol.params import EMITTED_TOKENS
-    from testing import models
-    from testing.engines import SUPERVISOR, run_or_move, start_engine
-    from testing.identity import random_prompt
-    from testing.trace import read_trace
-
-    model, trace, equal, ends = models.gemma3(folder / "model"), folder / "trace.jsonl", [], []
-    transfer = {"supervisor": SUPERVISOR, "progress_s": 600.0, "lease_s": 1200.0, "trace_path": str(trace)}
-    engines = [start_engine(model, 1, "kv_consumer", transfer=transfer, **EAGER) for _ in range(2)]
-    source, target = engines
-    seeded: dict[str, Any] = {"temperature": 1.0, "seed": 7, "presence_penalty": 0.5, "repetition_penalty": 1.2}
-    for sampling in (dict[str, Any](), seeded):
-        prompt = random_prompt(100, 1)
-        whole, _ = await run_or_move(source, prompt, {}, 12, **sampling)
-        for moves_at in (None, 4):
-            sent, params = await run_or_move(source, prompt, {}, 12, moves_at, **sampling)
-            cut = sent if moves_at else sent[:5]
-            extra = {EMITTED_TOKENS: cut} | ({"kv_transfer_params": params} if moves_at else {})
-            more, _ = await run_or_move(target, prompt, extra, 12, **sampling)
-            ends.append(bool(params))
-            equal.append([*cut, *more] == whole)
-    received = [event["failure"] for event in read_trace(trace) if event["event"] == "received"]
-    clean = all([await engine.reset_prefix_cache() for engine in engines])
-    for engine in engines:
-        engine.shutdown()
-    runner = source.vllm_config.use_v2_model_runner
-    found = f"V2 runner: {runner}; {sum(equal)} of {len(equal)} equal, KV of {sum(ends)} moved; pools clean: {clean}"
-    assert runner, found
-    assert all(equal), found
-    assert ends == [False, True] * 2, found
-    assert received == [None] * 2, f"{found}, {received}"
-    assert clean, found
-    return found
-
-
 def doctor() -> str:
     """Run ``tandem doctor``, whose second transfer is between two processes' device memory."""
     from app.doctor.__main__ import examine
@@ -206,8 +168,7 @@ def main() -> int:
             if name == DOCTOR:
                 found = doctor()
             else:
-                others = {STORE: store, STREAMS: streams}
-                found = asyncio.run(others[name](where) if name in others else run(STEPS[name], where))
+                found = asyncio.run(store(where) if name == STORE else run(STEPS[name], where))
             print("FOUND", found, flush=True)
         except AssertionError as error:
             print("FOUND", " ".join(str(error).split()), flush=True)
