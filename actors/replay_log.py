@@ -78,6 +78,8 @@ class ServedCall:
     """Whether another engine may continue the stream before its end."""
     moved: Callable[[Mapping[str, Any]], None] = lambda _: None
     """Called after the last output of a stream that moves, with the parameters of its KV."""
+    moves_as: str | None = None
+    """Transfer id of the stream's KV, once the stream is told to move."""
     recorded: int = 0
     """Number of tokens so far."""
     _identified: bool = False

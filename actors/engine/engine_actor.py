@@ -20,7 +20,7 @@ from ray import serve
 from actors.adapter_records import AdapterRecords
 from actors.engine.arguments import why_no_first_token
 from actors.engine.asgi_call import Notices
-from actors.engine.moves import move_streams
+from actors.engine.moves import likeness, move_streams
 from actors.engine.node_failures import dead_nodes_now, grace_s, watch_nodes
 from actors.engine.pair_warmup import (
     CALL_MARGIN_S,
@@ -109,7 +109,7 @@ class EngineActor:
 
     def _describe_ranks(self) -> None:
         for described, metadata in zip(self.engine.described, self._rank_metadata, strict=True):
-            metadata |= {name: described[name] for name in ("identity", "store") if described.get(name)}
+            metadata |= {name: described[name] for name in ("identity", "frontend", "store") if described.get(name)}
             metadata["kv_tokens"] = self.engine.kv_tokens
 
     async def _open_rpc_servers(self, settings: RoleSettings, files: TlsFiles | None = None) -> None:
@@ -294,7 +294,7 @@ class Prefill(EngineActor):
             self._held.discard(transfer_id)
             self._computing[rank].pop(transfer_id, None)
             if not stream.done:
-                await self._discard(rank, transfer_id)
+                await self.engine.discard(transfer_id, rank)
 
     async def _empty(self, rank: int, server: RpcServer) -> None:
         """Hand back the prompts that vLLM has not begun; it begins them in order of arrival."""
@@ -307,12 +307,6 @@ class Prefill(EngineActor):
             if computing:
                 logger.info("rank %d hands back %d of %d prompts: it takes no new calls", rank, waiting, len(computing))
             await server.accepts.wait()
-
-    async def _discard(self, rank: int, transfer_id: str) -> None:
-        try:
-            await self.engine.discard(transfer_id, rank)
-        except Exception as error:
-            logger.warning("cannot discard transfer %s; its lease will expire: %r", transfer_id, error)
 
     async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
         """Return the `ProbeParams` of a probe on each rank whose engine id is not in `known`."""
@@ -380,10 +374,10 @@ class Decode(EngineActor):
         await move_streams(self.engine, rank, server, self._others)
 
     def _others(self) -> set[str]:
-        """Return the identities of the other replicas' engines that can continue streams."""
+        """Return the `likeness` of each other replica's engines that can continue streams."""
         engines = self._peers.engines().values()
         return {
-            one.identity
+            likeness(one.metadata)
             for one in engines
             if one.replica != self.replica and not one.drained and one.metadata.get("resumes")
         }

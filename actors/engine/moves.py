@@ -1,12 +1,13 @@
 """Moves of the streams of a decode engine that takes no new calls to engines that continue them.
 
 A stream that ends with `Moved` keeps its KV here until its router has continued it elsewhere and
-cancels the call. The engine drains as before if no other engine of its identity accepts calls.
+cancels the call. The engine drains as before if no other engine like it accepts calls.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from actors.engine.vllm_engine import VllmEngine
 from actors.rpc.server import RpcServer
@@ -25,19 +26,24 @@ LOOK_S = 0.2
 """Interval in seconds between looks at the streams."""
 
 
+def likeness(described: Mapping[str, Any]) -> str:
+    """Return what another rank must share to continue the streams of this one."""
+    return f"{described.get('identity', '')} {described.get('frontend', '')}"
+
+
 async def move_streams(engine: VllmEngine, rank: int, server: RpcServer, others: Callable[[], Collection[str]]) -> None:
     """Move the streams of `rank` while `server` refuses calls, until the caller cancels this.
 
-    ``others``  returns the identities of the other engines that can continue streams
+    ``others``  returns the `likeness` of each other engine that can continue streams
 
     Those that may have the most tokens left move first.
     """
-    identity = engine.described[rank].get("identity", "")
+    own = likeness(engine.described[rank])
     told: dict[str, float] = {}
     while True:
         await server.refuses.wait()
         try:
-            if identity in others():
+            if own in others():
                 await _move_some(engine, rank, told)
         except Exception:
             logger.exception("rank %d could not move streams; they run on", rank)

@@ -19,6 +19,8 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from actors.engine.adapters import EngineAdapters
 from actors.engine.arguments import engine_arguments
 from actors.engine.asgi_call import AsgiApp, Notices, call_asgi
@@ -173,7 +175,8 @@ class VllmEngine:
             # `build_app` imports a package that raises the root logger's level; restore it.
             logging.getLogger().setLevel(level)
             await init_app_state(llm, app.state, namespace, tasks)
-            if role == "decode" and renders_time(template_of(llm.renderer.tokenizer, namespace.chat_template)):
+            template = template_of(llm.renderer.tokenizer, namespace.chat_template)
+            if role == "decode" and renders_time(template):
                 logger.warning("the chat template renders the time, so chats transfer no KV; %s", REMEDY)
             stop_flag = StopFlag()
             app.state.server = stop_flag
@@ -195,6 +198,8 @@ class VllmEngine:
         except BaseException:
             await engine.close()
             raise
+        frontend = _frontend_digest(settings.frontend, template, config)
+        engine.described = [described | {"frontend": frontend} for described in engine.described]
         llm.identities = [described.get("identity", "") for described in engine.described]
         return engine
 
@@ -263,6 +268,11 @@ class VllmEngine:
             if refusal is None:
                 raise
             yield refusal
+        finally:
+            if served.moves_as is not None:
+                # The stream may have ended by itself or its client gone. If another engine
+                # continues it, that engine has the KV.
+                await self.discard(served.moves_as, rank)
 
     def heartbeats(self, rank: int, beat: Callable[[], None]) -> AbstractContextManager[None]:
         return self._heartbeats[rank].subscribed(beat)
@@ -301,11 +311,14 @@ class VllmEngine:
 
     async def discard(self, transfer_id: str, rank: int = 0) -> None:
         """Tell the connector of `rank` to free the KV of this transfer, which happens later."""
-        await self._llm.notify_kv_transfer_request_rejected(
-            f"discard-{uuid.uuid4().hex}",
-            {"do_remote_decode": True, "transfer_id": transfer_id, "discard": True},
-            data_parallel_rank=rank,
-        )
+        try:
+            await self._llm.notify_kv_transfer_request_rejected(
+                f"discard-{uuid.uuid4().hex}",
+                {"do_remote_decode": True, "transfer_id": transfer_id, "discard": True},
+                data_parallel_rank=rank,
+            )
+        except Exception as error:
+            logger.warning("cannot discard transfer %s; its lease will expire: %r", transfer_id, error)
 
     def waiting(self, rank: int = 0) -> int:
         """Return the number of requests that vLLM has not begun, after the last step."""
@@ -316,8 +329,12 @@ class VllmEngine:
         return self._llm.movable(rank)
 
     async def move(self, request_id: str, rank: int = 0) -> None:
-        """End a stream soon with `Moved`, unless it ends by itself."""
-        params = {"move": request_id, "transfer_id": uuid.uuid4().hex, "supervisor": self._supervisor}
+        """End a stream soon with `Moved`, unless it ends by itself. Repeated calls do nothing."""
+        served = self._llm.call_of(request_id)
+        if served is None or served.moves_as is not None:
+            return
+        served.moves_as = uuid.uuid4().hex
+        params = {"move": request_id, "transfer_id": served.moves_as, "supervisor": self._supervisor}
         await self._llm.notify_kv_transfer_request_rejected(
             f"move-{uuid.uuid4().hex}", {"do_remote_decode": True, **params}, data_parallel_rank=rank
         )
@@ -430,6 +447,13 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, 
         | settings.store.connector_config()
         | {"supervisor": HiddenText(supervisor)},
     )
+
+
+def _frontend_digest(frontend: Mapping[str, Any], template: str | Mapping[str, str], config: "VllmConfig") -> str:
+    """Return a digest of what, besides the model, makes prompt and parameters of a request."""
+    model, output = config.model_config, config.structured_outputs_config
+    made_of = frontend, template, model.max_model_len, model.max_logprobs, model.get_diff_sampling_param(), str(output)
+    return xxhash.xxh3_64_hexdigest(json.dumps(made_of, sort_keys=True, default=str).encode())
 
 
 def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.Namespace:

@@ -94,6 +94,7 @@ class EnginePool:
         self._channels = Channels(tls)
         self._stores: dict[str, EngineStore] = {}
         self._identities: dict[str, str] = {}
+        self._frontends: dict[str, str] = {}
         self._known: Mapping[str, EngineReplica] = {}
         self._unsubscribe: Callable[[], None] | None = None
         self._keeping: dict[str, asyncio.Task[None]] = {}
@@ -218,6 +219,10 @@ class EnginePool:
         self._read_metadata()
         return self._identities
 
+    def frontends(self) -> dict[str, str]:
+        self._read_metadata()
+        return self._frontends
+
     def _read_metadata(self) -> None:
         engines = self._engines()
         if engines is not self._known:  # each decision asks
@@ -225,6 +230,7 @@ class EnginePool:
             stores = {name: one.store for name, one in engines.items()}
             self._stores = {name: store for name, store in stores.items() if store is not None}
             self._identities = {name: one.identity for name, one in engines.items()}
+            self._frontends = {name: one.frontend for name, one in engines.items()}
 
     def same_replica(self, name: str) -> frozenset[str]:
         """Return the ids of the ranks in the replica of engine `name`, `name` included."""

@@ -76,6 +76,11 @@ class EngineReplica:
         return str(self.metadata.get("identity", ""))
 
     @cached_property
+    def frontend(self) -> str:
+        """Digest of what makes prompt and parameters of a request (`VllmEngine.start`)."""
+        return str(self.metadata.get("frontend", ""))
+
+    @cached_property
     def calls_prefill(self) -> bool:
         """True if the engine takes a `PrefillOrder`; an engine of an earlier release ignores it."""
         return int(self.metadata.get("version", 1)) > 1

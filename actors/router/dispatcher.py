@@ -91,6 +91,8 @@ class Dispatcher:
         """KV of the tokens to repeat, on the engine from which the stream moves."""
         self._identity: str | None = None
         """Identity of the engines that may continue the stream; None before it is interrupted."""
+        self._frontend = ""
+        """Digest of the frontend of the stream's engine (`EngineReplica.frontend`)."""
         self._decode_replica: str | None = None
         self._decode_tries = 0
         self._admitted = False
@@ -318,6 +320,10 @@ class Dispatcher:
         excluded = self._failed_decode | self._suspect_decode | self._without_response
         if self._identity is not None:
             excluded |= {name for name, own in self.model.decode.identities().items() if own != self._identity}
+            # With another chat template or `max_model_len`, most streams cannot continue.
+            others = {name for name, own in self.model.decode.frontends().items() if own != self._frontend}
+            if self.model.decode.has_engines(excluded | others):
+                excluded |= others
         return excluded
 
     async def _try_on_prefill(self, decision: Decision) -> Attempt | None:
@@ -428,6 +434,8 @@ class Dispatcher:
             raise error from None
         self._decode_replica = slot.replica_id
         self._admitted = True
+        if self._identity is None:
+            self._frontend = slot.engine.frontend
         return slot
 
     def _kv_tokens(self, decision: Decision) -> int:

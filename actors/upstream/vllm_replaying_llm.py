@@ -169,17 +169,20 @@ class ReplayingLLM(AsyncLLM):
     def movable(self, rank: int) -> dict[str, int]:
         """Return the streams of a rank that may move, by request id: how many tokens may follow."""
         states: Any = self._outputs.request_states
-        calls = {each: (state, getattr(state, "served", None)) for each, state in states.items()}
         return {
             request_id: (state.max_tokens_param or 0) - served.recorded
-            for request_id, (state, served) in calls.items()
-            if served is not None
+            for request_id, state in states.items()
+            if (served := self.call_of(request_id)) is not None
             and served.may_move
             and served.data_parallel_rank == rank
             # vLLM would keep the last tokens of an incomplete interval.
             and state.stream_interval <= 1
             and state.prompt_embeds is None
         }
+
+    def call_of(self, request_id: str) -> ServedCall | None:
+        """Return the call whose first request in the engine has this id."""
+        return getattr(self._outputs.request_states.get(request_id), "served", None)
 
     def _run_output_handler(self) -> None:
         if self.output_handler is None:

@@ -59,6 +59,7 @@ class Replica:
     serve: Serve
     left: bool = False
     identity: str = SOURCE.engine
+    frontend: str = ""
     version: int = 2
     calls: list[Call] = field(default_factory=list)
 
@@ -284,7 +285,8 @@ class Handle:
         self.taken += 1
         preferred = [one for name in prefer for one in free if one.name == name and not self.in_order]
         replica = (preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0]
-        metadata = self.metadata | {"identity": replica.identity, "version": replica.version}
+        own = {"identity": replica.identity, "frontend": replica.frontend, "version": replica.version}
+        metadata = self.metadata | own
         return Slot(replica.name, EngineReplica(RpcAddress(replica.name, 1, ""), 100, 100, metadata, replica.name))
 
     def give_back(self, slot: Slot) -> None:
@@ -315,6 +317,9 @@ class Handle:
 
     def identities(self) -> dict[str, str]:
         return {replica.name: replica.identity for replica in self.replicas} if self._known else {}
+
+    def frontends(self) -> dict[str, str]:
+        return {replica.name: replica.frontend for replica in self.replicas} if self._known else {}
 
     def ongoing(self) -> dict[str, int] | None:
         """A pool whose replicas become known with the first request."""

@@ -33,7 +33,7 @@ stopped-rank        hosts.stopped_rank:stopped_rank 2 COUNT=5 computes a stopped
 differential        differential.campaign:differential 8 . - 1,397 requests answered as one vLLM server does
 seam                differential.campaign:seam 4 COUNT=200 - streams whose first token prefill samples
 streams             differential.deaths:streams 6 KILLS=4 - streams of every kind, and at the seam, outlive decode
-cuts                suites:cuts 4 - - streams of every kind, cut at every token
+continued           differential.continued:continued 4 . - streams killed or moved at any step, TP 1:2 and 2:1
 rank-deaths         service.restarts:rank_deaths 3 KILLS=2 - data-parallel ranks die under load; prefill scales
 rolling-restart     service.restarts:rolling_restart 4 COUNT=1 - all replicas replaced under load, and scaled
 head-killed         service.restarts:head_killed 3 ONLY=redis redis-server Ray's head dies, with and without Redis

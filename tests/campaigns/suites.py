@@ -41,10 +41,6 @@ def corruption(report: Report) -> None:
     program(report, "pytest", "-q", "tests/transport/test_corruption.py", TANDEM_CORRUPTION="1")
 
 
-def cuts(report: Report) -> None:
-    program(report, "pytest", "-q", "tests/e2e/test_streams.py", TANDEM_STREAMS="1")
-
-
 def placement(report: Report) -> None:
     program(report, "pytest", "-q", "tests/app/test_deployment_options.py", TANDEM_PLACEMENT="1")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from actors.engine.vllm_engine import VllmEngine
-from actors.request import Endpoint
+from actors.request import Call, Endpoint, Moved
+from configs.settings.kv import TransferSettings
 from connectors.protocol.params import EMITTED_TOKENS
 from testing.engines import start_engine
 from testing.identity import prompts
@@ -24,8 +27,8 @@ from testing.sse import said
 from testing.streams import KINDS, completion
 from testing.trace import read_trace
 from tests.campaigns.shapes.families import FAMILIES
-from tests.e2e.pair.conftest import all_reset, until
-from tests.e2e.two_engines import NothingLeftError, start, stream
+from tests.e2e.pair.conftest import BOUND_S, all_reset, until
+from tests.e2e.two_engines import HEADERS, SETTINGS, NothingLeftError, start, stream
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -34,7 +37,7 @@ TOKENS, STREAMS = 48, 16
 
 
 @dataclass(frozen=True)
-class Moved:
+class Case:
     """A family of models, TP sizes of the engine that stops and of the other one, and the latter's
     arguments.
     """
@@ -45,12 +48,12 @@ class Moved:
 
 
 CASES = {
-    "llama": Moved("llama"),
-    "llama, TP 1 to 2": Moved("llama", (1, 2)),
-    "sliding windows, TP 1 to 2, blocks of 32 to 64": Moved("gemma3", (1, 2), {"block_size": 64}),
-    "sliding windows, TP 2 to 1": Moved("gemma3", (2, 1)),
-    "states": Moved("falcon_h1"),
-    "states, TP 1 to 2": Moved("falcon_h1", (1, 2)),
+    "llama": Case("llama"),
+    "llama, TP 1 to 2": Case("llama", (1, 2)),
+    "sliding windows, TP 1 to 2, blocks of 32 to 64": Case("gemma3", (1, 2), {"block_size": 64}),
+    "sliding windows, TP 2 to 1": Case("gemma3", (2, 1)),
+    "states": Case("falcon_h1"),
+    "states, TP 1 to 2": Case("falcon_h1", (1, 2)),
 }
 
 
@@ -109,7 +112,9 @@ async def test_a_moved_stream_is_that_of_one_engine(tmp_path: Path, name: str) -
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def two_engines() -> AsyncIterator[tuple[VllmEngine, VllmEngine]]:
-    engines = [await start() for _ in range(2)]
+    """Blocks are free again because nothing holds them, not because a lease has ended."""
+    settings = SETTINGS.model_copy(update={"transfer": TransferSettings(lease_s=10 * BOUND_S)})
+    engines = [await start(settings=settings) for _ in range(2)]
     try:
         yield engines[0], engines[1]
     finally:
@@ -135,6 +140,24 @@ async def test_a_clients_stream_moves(two_engines: tuple[VllmEngine, VllmEngine]
         assert moved == whole, f"moved after token {cut}"
     llms = engine._llm, heir._llm  # noqa: SLF001 - no public way to the block pools
     await until(lambda: all_reset(*llms))
+
+
+async def test_a_stream_that_ends_while_it_moves_holds_nothing(two_engines: tuple[VllmEngine, VllmEngine]) -> None:
+    """Its last token completes a stop string, or its client goes: no engine asks for its KV."""
+    engine, _ = two_engines
+    endpoint, body = KINDS["greedy"]
+    text, ends = said(await stream(engine, endpoint, body))["text"], []
+    for stop in (*text[1:6], "none"):
+        call = Call("POST", endpoint, HEADERS, json.dumps(body | {"stop": stop}).encode(), movable=True)
+        async with aclosing(engine.serve(call)) as items:
+            async for item in items:
+                for each in engine.movable():
+                    await engine.move(each)
+                ends.append(isinstance(item, Moved))
+                if ends[-1]:
+                    break
+    assert any(ends)
+    await until(lambda: all_reset(engine._llm))  # noqa: SLF001 - no public way to the block pool
 
 
 PATTERN = {"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 40}

@@ -36,7 +36,8 @@ SETTINGS = ServiceSettings(
     },
     frontend=FRONTEND,
 )
-HEADERS = ((b"content-type", b"application/json"), (b"x-request-id", b"the-same"))
+REQUEST_ID = b"x-request-id"
+HEADERS = ((b"content-type", b"application/json"), (REQUEST_ID, b"the-same"))
 ATTEMPTS = 30
 
 
@@ -45,12 +46,13 @@ class Fault:
     """An engine's death after ``dies_at`` tokens, and a change of its calls.
 
     None: never; 0: before the first item after the start; -1: after that item. With ``moves``, the
-    engine moves the stream instead. ``received``: whether each of its calls has received its KV.
+    engine moves the stream instead, and a stream that stays loses it after that number of further
+    tokens; 0: never. ``received``: whether each of its calls has received its KV.
     """
 
     dies_at: int | None = None
     change: Callable[[Call], Call] = lambda call: call
-    moves: bool = False
+    moves: int | None = None
     received: list[bool] = field(default_factory=list)
 
 
@@ -80,11 +82,13 @@ async def _answer(engine: VllmEngine, call: Call, fault: Fault) -> AsyncGenerato
             tokens += sum(map(len, item.groups)) if isinstance(item, StreamChunk) else 0
             if isinstance(item, StreamChunk) and item.timings is not None:
                 fault.received.append(item.timings.kv_ended_s is not None and not item.timings.kv_failed)
-            if fault.moves and tokens >= (fault.dies_at or 0):
-                for each in engine.movable():
-                    await engine.move(each)
-            elif fault.dies_at and 0 < fault.dies_at <= tokens:
+            if not fault.dies_at or not 0 < fault.dies_at <= tokens:
+                continue
+            if fault.moves is None or 0 < fault.moves <= tokens - fault.dies_at:
                 raise EngineDownError("as if killed")
+            for each in engine.movable():
+                if dict(call.headers)[REQUEST_ID].decode() in each:
+                    await engine.move(each)
 
 
 def serve(
@@ -137,23 +141,37 @@ async def stream(
     left to resume. Raises NothingLeftError if this is so in each of ATTEMPTS streams.
     """
     heir = heir or engine
-    limits = RouterLimits(request_timeout_s=60, prefill_wait_s=0.01)
+    outcome = "moved" if moves else "resumed"
     for _ in range(ATTEMPTS):
         heirs = Fault()
-        second = Replica("heir", serve(heir, heirs), identity=heirs_identity or identity_of(heir))
-        first = Replica("mortal", serve(engine, Fault(dies_at, moves=moves)), identity=identity_of(engine))
-        decode = Handle([second, first])
-        decode.in_order = True
-        router = router_of(limits, Handle([]), decode)
-        async with router.answer(request(endpoint, body)) as answer:
-            sent = await whole_body(answer)
-            assert answer.start.streams, sent
-        outcome = "moved" if moves else "resumed"
+        fault = Fault(dies_at, moves=0 if moves else None)
+        sent, router = await interrupted(engine, request(endpoint, body), fault, heir, heirs, heirs_identity)
         resumed = router.metrics.registry.get_sample_value("tandem_resumed_streams_total", {"outcome": outcome})
         if bool(resumed) == (dies_at is not None):
             assert heirs.received == ([True] if moves else []) or not moves
             return sent
     raise NothingLeftError(f"no chunk ended at or after token {dies_at} and before the last token")
+
+
+async def interrupted(
+    engine: VllmEngine,
+    asked: ClientRequest,
+    fault: Fault,
+    heir: VllmEngine,
+    heirs: Fault,
+    heirs_identity: str | None = None,
+) -> tuple[bytes, Router]:
+    """Return the client's stream, of an engine with a fault and its heir, and the router."""
+    limits = RouterLimits(request_timeout_s=60, prefill_wait_s=0.01)
+    second = Replica("heir", serve(heir, heirs), identity=heirs_identity or identity_of(heir))
+    first = Replica("mortal", serve(engine, fault), identity=identity_of(engine))
+    decode = Handle([second, first])
+    decode.in_order = True
+    router = router_of(limits, Handle([]), decode)
+    async with router.answer(asked) as answer:
+        sent = await whole_body(answer)
+        assert answer.start.streams, sent
+    return sent, router
 
 
 # ---- a prefill and a decode engine --------------------------------------------------------------

@@ -17,11 +17,13 @@ from actors.rpc.server import RpcServer, replica_metadata
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
+OWN = "model a template"
+
 
 class Engine:
     """An engine whose streams end a while after they were told to move."""
 
-    described = ({"identity": "model"},)
+    described = ({"identity": "model", "frontend": "a template"},)
     stuck: frozenset[str] = frozenset()
 
     def __init__(self, streams: dict[str, int]) -> None:
@@ -49,8 +51,8 @@ class Engine:
 
 @pytest.mark.parametrize(
     ("others", "moves"),
-    [({"other", "model"}, True), ({"other"}, False), (set(), False)],
-    ids=["another engine", "only other models", "alone"],
+    [({"other", OWN}, True), ({"other"}, False), ({"model another template"}, False), (set(), False)],
+    ids=["another engine", "only other models", "only other templates", "alone"],
 )
 async def test_the_longest_streams_move_first(others: set[str], moves: bool) -> None:
     streams = {f"{number:02}": number for number in range(2 * AT_ONCE + 1)}
@@ -73,7 +75,7 @@ async def test_streams_that_do_not_end_do_not_keep_others_from_moving() -> None:
     engine.stuck = frozenset(sorted(streams)[AT_ONCE:])
     server: Any = SimpleNamespace(refuses=asyncio.Event())
     server.refuses.set()
-    moving = asyncio.create_task(move_streams(engine, 0, server, lambda: {"model"}))
+    moving = asyncio.create_task(move_streams(engine, 0, server, lambda: {OWN}))
     await asyncio.sleep(MOVES_S + 1)
     moving.cancel()
     assert engine.told == sorted(streams, reverse=True)
@@ -120,13 +122,13 @@ async def test_streams_move_to_engines_that_accept_calls() -> None:
     """A replica of an earlier release does not announce that it resumes streams."""
     listed = engines(
         own={"identity": "a", "resumes": True},
-        other={"identity": "b", "resumes": True},
+        other={"identity": "b", "frontend": "a template", "resumes": True},
         speculates={"identity": "c", "resumes": False},
         earlier={"identity": "d"},
         drained={"identity": "e", "resumes": True, "drained": True},
     )
     replica: Any = SimpleNamespace(replica="own", _peers=SimpleNamespace(engines=lambda: listed))
-    assert Decode._others(replica) == {"b"}  # noqa: SLF001
+    assert Decode._others(replica) == {"b a template"}  # noqa: SLF001
     pool = SlotPool(lambda: listed)
     assert "drained" not in pool.ongoing()
     assert pool.take_now(SlotRequest(prefer=("drained",), avoid=listed.keys() - {"drained"})) is None

@@ -83,6 +83,20 @@ async def test_a_stream_moves(
     assert router.metrics.value("tandem_resumed_streams_total", outcome=outcome) == 1
 
 
+@pytest.mark.parametrize("frontends", [["own", "other"], ["other", "other"]], ids=["one alike", "none alike"])
+async def test_a_stream_goes_to_an_engine_that_makes_the_same_of_its_request(frontends: list[str]) -> None:
+    """Another chat template would end it; without an engine alike, the next one may still do."""
+    router, p, d = fleet([well], [engine(2, [2]), engine(3, [2]), Stops(TRANSFER)])
+    d.in_order = True
+    for replica, frontend in zip(d.replicas, (*frontends, "own"), strict=True):
+        replica.frontend = frontend
+    async with router.answer(request()) as answer:
+        assert said(await whole_body(answer))["text"] == "".join(f"<{token}>" for token in range(40))
+    await at_rest(p, d)
+    chosen = d.replicas[0 if "own" in frontends else 1]
+    assert [call.transfer for call in chosen.calls] == [TRANSFER]
+
+
 @pytest.mark.parametrize(("more", "movable"), [({}, True), ({"n": 2}, False)])
 async def test_an_engine_moves_only_what_the_router_can_continue(more: dict[str, Any], movable: bool) -> None:
     router, p, d = fleet([well], [engine(1, [1])])
