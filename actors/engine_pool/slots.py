@@ -157,6 +157,11 @@ class SlotPool:
         now = _now()
         return {name: self._ongoing(name, now) for name in self._look() if name not in self._leaving}
 
+    def full(self) -> set[str]:
+        """Return the replicas on which a request can take no slot now."""
+        usable = self._usable()
+        return usable.engines.keys() - usable.free.keys() - usable.full.keys()
+
     def changed(self) -> None:
         """Forget stopped replicas, and grant slots on new ones, after a change of `look`."""
         here = self._look().keys()
