@@ -57,7 +57,7 @@ def upgrade(report: Report, *, order: str = "turns", clients: int = 3, settle_s:
     for role in ("prefill", "decode"):
         sections[role]["drain_s"] = 90
     environment = {"PYTHONPATH": older or str(ROOT), "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "240"}
-    cluster = Cluster(report.folder, environment=environment, cpu={"kv_cache_gib": 0.25, "omp_threads": 1}, **sections)
+    cluster = Cluster(report.folder, environment=environment, **sections)
     try:
         cluster.nodes.start_head()
         old = {role: [_start(cluster, role) for _ in range(count)] for role, count in ROLES.items()}
