@@ -16,6 +16,7 @@ import shutil
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -50,7 +51,7 @@ def upgrade(report: Report, *, order: str = "turns", clients: int = 3, settle_s:
     later = next_release(report.folder / "later", Path(older or ROOT))
     # Ray puts the driver's folder before PYTHONPATH in the path of its workers.
     os.chdir(report.folder)
-    sections = {
+    sections: dict[str, Any] = {
         role: {"label_selector": {"tandem/role": role}, "placement": "apart", "replicas": count}
         for role, count in ROLES.items()
     }
