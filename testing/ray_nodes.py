@@ -102,16 +102,17 @@ class RayCluster:
         ports = (f"--port={self.gcs_port}", f"--dashboard-port={self.dashboard_port}")
         return self._start("head", "--head", *ports, "--num-cpus=0", *options)
 
-    def start_worker(self, cpus: int, *options: str) -> RayNode:
+    def start_worker(self, cpus: int, *options: str, **environment: str) -> RayNode:
         """Start a node that joins the head. Raises RuntimeError if it fails."""
-        return self._start("worker", f"--address=127.0.0.1:{self.gcs_port}", f"--num-cpus={cpus}", *options)
+        join = (f"--address=127.0.0.1:{self.gcs_port}", f"--num-cpus={cpus}")
+        return self._start("worker", *join, *options, **environment)
 
     def stop(self) -> None:
         """Stop all nodes, the last one first."""
         for node in reversed(self.nodes):
             node.stop()
 
-    def _start(self, name: str, *options: str) -> RayNode:
+    def _start(self, name: str, *options: str, **environment: str) -> RayNode:
         path = self.folder / f"{name}.log"
         with path.open("wb") as log:
             process = subprocess.Popen(
@@ -123,7 +124,7 @@ class RayCluster:
                     f"--dashboard-agent-listen-port={free_port()}",
                     *options,
                 ],
-                env={name: value for name, value in self.shell.items() if name != "RAY_ADDRESS"},
+                env={name: value for name, value in self.shell.items() if name != "RAY_ADDRESS"} | environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

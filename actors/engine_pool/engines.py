@@ -223,6 +223,15 @@ class EnginePool:
         self._read_metadata()
         return self._frontends
 
+    def full(self) -> set[str]:
+        """Return the engines on which a request can take no slot now."""
+        return self._slots.full()
+
+    def accepting(self) -> set[str]:
+        """Return the identities of the engines that accept calls."""
+        identities = self.identities()
+        return {identities[name] for name in self._slots.ongoing() if name in identities}
+
     def _read_metadata(self) -> None:
         engines = self._engines()
         if engines is not self._known:  # each decision asks

@@ -182,6 +182,11 @@ class SlotPool:
             name: self._ongoing(name, now) for name, one in engines if name not in self._leaving and not one.drained
         }
 
+    def full(self) -> set[str]:
+        """Return the replicas on which a request can take no slot now."""
+        usable = self._usable()
+        return usable.engines.keys() - usable.free.keys() - usable.full.keys()
+
     def changed(self) -> None:
         """Forget stopped replicas, and grant slots on new ones, after a change of `look`."""
         here = self._look().keys()

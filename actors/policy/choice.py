@@ -233,6 +233,9 @@ def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decisio
     decode, prefill = options.decode, options.prefill
     affinities = [_affinity(asked.session, one.engine) for one in decode]
     differ = _differ(options, asked.identities)
+    if differ is not None and not differ.all():
+        # A session leaves the engines that would compute its prompts alone.
+        affinities = [0.0 if row.all() else own for row, own in zip(differ, affinities, strict=True)]
     local = remote = local_first = None
     if decode:
         alone = _rank_alone(settings, options, affinities)
@@ -283,6 +286,8 @@ def _rank_pairs(
         keys.append(np.array([[one.failing] for one in decode], int) + [one.failing for one in prefill])
     if any(affinities):
         keys.append(np.array(affinities)[:, None])
+    if differ is not None and settings.policy in ("round_robin", "least_load"):
+        keys.append(_busyness(options, ~differ))
     if settings.policy == "round_robin":
         keys.append(np.arange(len(decode) * len(prefill)).reshape(len(decode), -1))
     elif settings.policy == "least_load":
@@ -307,6 +312,19 @@ def _differ(options: Options, identities: Mapping[str, str]) -> np.ndarray | Non
     prefill = np.array([identities.get(one.engine, "") for one in options.prefill])
     differ: np.ndarray = decode[:, None] != prefill
     return differ
+
+
+def _busyness(options: Options, fits: np.ndarray) -> np.ndarray:
+    """Return how busy the identity of each decode engine is, in shape (decode engines, 1).
+
+    These are its sequences with the new one, by the share of all prompts that the smaller of its
+    sides can serve. Without it, a small prefill side would get the prompts of a large decode side.
+    """
+    peers = fits @ fits.T
+    capacity = np.minimum(fits.mean(axis=1), peers.mean(axis=1))
+    calls = peers @ np.array([one.calls for one in options.decode])
+    busyness: np.ndarray = (calls + 1) / np.maximum(capacity, np.finfo(float).tiny)
+    return busyness[:, None]
 
 
 def _affinity(session: str | None, engine: str) -> float:

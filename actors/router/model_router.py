@@ -98,6 +98,11 @@ class ModelRouter:
         ``failed_decode``   decode replicas that must not be chosen
         """
         identities = self.prefill.identities() | self.decode.identities()
+        differ = len(set(identities.values())) > 1
+        # Another identity may have free prefill slots. Without any, each pair waits.
+        full = self.prefill.full() if differ else set()
+        if not (self.prefill.ongoing() or {}).keys() - full:
+            full = set()
         decision = self.planner.decide(
             request.prompt,
             self.prefill.ongoing(),
@@ -105,10 +110,10 @@ class ModelRouter:
             _now(),
             whole=whole,
             session=request.session,
-            avoid=failed_prefill | failed_decode,
+            avoid=failed_prefill | failed_decode | full,
             prefill_failed=bool(failed_prefill),
             stores=self.prefill.stores() | self.decode.stores(),
-            identities=identities if len(set(identities.values())) > 1 else {},
+            identities=identities if differ else {},
         )
         self.metrics.decisions.labels(decision.route, decision.reason).inc()
         if logger.isEnabledFor(logging.DEBUG):
@@ -192,6 +197,19 @@ class ModelRouter:
     def ready(self) -> bool:
         """True if a decode replica accepts calls; decode can serve requests without prefill."""
         return self.replicas()["decode"] > 0
+
+    @property
+    def degraded(self) -> str | None:
+        """Reason why no pair of engines serves requests; None if one can."""
+        for role, count in self.replicas().items():
+            if not count:
+                return f"no {role} engine accepts calls"
+        if self.prefill.accepting().isdisjoint(self.decode.accepting()):
+            return (
+                "no prefill engine has the identity (model, dtypes, release, cache layout, secret) of a decode engine, "
+                "so decode computes all prompts"
+            )
+        return None
 
     async def ask_engines(self, method: str) -> list[tuple[RoleName, Any]]:
         """Return role and reply of each engine replica that replies in `metrics_timeout_s`."""

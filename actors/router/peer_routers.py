@@ -61,6 +61,7 @@ class RouterReplica(Router):
             "slots_taken": self.slots_taken,
             "limit": self.max_sequences,
             "rejected_config": self.rejected_config,
+            "degraded": self.degraded,
             "counts": self._counts(),
             "recent": [one.describe() for one in islice(reversed(self.recent), RECENT_SHOWN)],
         }

@@ -245,8 +245,15 @@ class Router:
 
     @property
     def complete(self) -> bool:
-        """True if replicas of both roles accept calls, for each model."""
-        return all(count for model in self.models for count in model.replicas().values())
+        """True if a pair of engines accepts calls, for each model."""
+        return self.degraded is None
+
+    @property
+    def degraded(self) -> str | None:
+        """Reason why the service is not `complete`."""
+        reasons = ((model, model.degraded) for model in self.models)
+        named = [f"{model.names[0]}: {why}" if self._by_name else why for model, why in reasons if why is not None]
+        return "; ".join(named) or None
 
     async def drain(self, engine: str, on: bool) -> dict[str, Any]:
         """Drain an engine, or undo that; as `drain_engine`."""

@@ -72,10 +72,12 @@ def build_http(
     exposition = SingleFlight(merged, OPEN_AGE_S)
 
     async def health(_: Request) -> Response:
-        replicas = router.replicas()
-        told = "unavailable" if not router.ready else "ok" if router.complete else "degraded"
+        replicas, reason = router.replicas(), router.degraded
+        told = "unavailable" if not router.ready else "degraded" if reason else "ok"
         status = HTTPStatus.OK if router.ready else HTTPStatus.SERVICE_UNAVAILABLE
         answer: dict[str, Any] = {"status": told, "replicas": replicas}
+        if told == "degraded":
+            answer["reason"] = reason
         if len(router.models) > 1:
             answer["models"] = {model.names[0]: model.replicas() for model in router.models}
         return JSONResponse(answer, status_code=status)

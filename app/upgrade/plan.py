@@ -107,10 +107,22 @@ class State:
         return live is not None and wanted in (_mark(live["template"]), _digest(live))
 
     def old(self) -> list[Pod]:
-        """Return the pods to replace in order, the head last: a bad template must not end it."""
+        """Return the pods to replace in order: routers, engines, and the head, which a bad template
+        must not end.
+
+        Groups of engines take turns by their share of replaced pods: engines exchange KV within one
+        release only, and each release should have some of both roles.
+        """
         keeps_state = self.service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions")
-        names = [name for name in self.wanted if name != HEAD] + ([HEAD] if keeps_state else [])
-        return [one for name in names for one in self.in_group(name) if not self.current(one)]
+        workers = [name for name in self.wanted if name != HEAD]
+        turns = []
+        for name in [*workers, *([HEAD] if keeps_state else [])]:
+            pods = [one for one in self.in_group(name) if not self.current(one) or self.busy(one)]
+            old = [one for one in pods if not self.current(one)]
+            part = 0 if name == workers[0] else 2 if name == HEAD else 1
+            for number, one in enumerate(old, start=len(pods) - len(old)):
+                turns.append((part, Fraction(2 * number + 1, len(pods)), one))
+        return [one for *_, one in sorted(turns, key=lambda turn: turn[:2])]
 
 
 def read(objects: list[Object], name: str) -> State:

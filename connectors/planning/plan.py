@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -134,21 +134,41 @@ def check_compatible(producer: EngineLayout, consumer: EngineLayout) -> None:
 
     ``plan_pair`` can still raise PlanError, for block sizes without a common unit of whole rows.
     """
+    for (name, ours, remedy), (_, theirs, _) in zip(compared(consumer), compared(producer), strict=True):
+        if ours != theirs:
+            raise IncompatiblePeerError(name, ours, theirs, remedy)
+    for group in consumer.groups:
+        _check_window(producer, consumer, group.index)
+
+
+def compared(layout: EngineLayout) -> Iterator[tuple[str, object, str]]:
+    """Yield the fields that must be equal for a transfer: name, value and remedy.
+
+    They are equal on all ranks and for all TP sizes. Later fields are meaningless after one that
+    differs.
+    """
     same_model = "start both engines with the same model and dtype"
-    if len(producer.groups) != len(consumer.groups):
-        ours, theirs = len(consumer.groups), len(producer.groups)
-        raise IncompatiblePeerError("number of KV cache groups", ours, theirs, same_model)
-    for theirs_group, ours_group in zip(producer.groups, consumer.groups, strict=True):
-        where = f"of KV cache group {ours_group.index}"
-        _same(f"kind {where}", ours_group.kind, theirs_group.kind, same_model)
-        _same(f"window_tokens {where}", ours_group.window_tokens, theirs_group.window_tokens, same_model)
-        _check_window(producer, consumer, ours_group.index)
-        ours_parts, theirs_parts = ours_group.parts, theirs_group.parts
-        _same(f"layers {where}", [*ours_parts], [*theirs_parts], same_model)
-        for layer in ours_parts:
-            _same(f"parts of layer {layer!r}", len(ours_parts[layer]), len(theirs_parts[layer]), same_model)
-        for theirs_pages, ours_pages in _common_parts(theirs_group, ours_group):
-            _check_pages(theirs_group, theirs_pages, ours_group, ours_pages)
+    same_layout = "start both engines with the same model, dtype and KV layout"
+    yield "number of KV cache groups", len(layout.groups), same_model
+    for group in layout.groups:
+        where = f"of KV cache group {group.index}"
+        yield f"kind {where}", group.kind, same_model
+        yield f"window_tokens {where}", group.window_tokens, same_model
+        yield f"layers {where}", [*group.parts], same_model
+        for layer, parts in group.parts.items():
+            yield f"parts of layer {layer!r}", len(parts), same_model
+        for pages in group.layers:
+            of = f"of layer {pages.layer!r}"
+            # Packing comes first: its name explains why rows cannot be cut for other TP or block
+            # sizes.
+            yield f"packing {of}", pages.packing, same_layout
+            yield f"number of KV heads {of}", pages.total_heads, same_layout
+            yield f"stripes {of}", pages.stripes, same_layout
+            if group.kind is GroupKind.STATE:
+                yield f"rows {of}", pages.rows, same_layout
+            else:
+                yield f"tokens per row {of}", group.row_tokens(pages), "give both engines the same block_size"
+            yield f"row_bytes {of}", pages.row_bytes, same_layout
 
 
 def _common_parts(src: Group, dst: Group) -> list[tuple[LayerPages, LayerPages]]:
@@ -183,28 +203,6 @@ def _check_window(producer: EngineLayout, consumer: EngineLayout, index: int) ->
             "decode's prefix cache would treat a partly filled block as complete: turn decode's "
             "enable_prefix_caching off, or set prefill's block_size to a multiple of decode's",
         )
-
-
-def _check_pages(theirs_group: Group, theirs: LayerPages, ours_group: Group, ours: LayerPages) -> None:
-    same_layout = "start both engines with the same model, dtype and KV layout"
-    of = f"of layer {ours.layer!r}"
-    # Packing comes first: its name explains why rows cannot be cut for other TP or block sizes.
-    _same(f"packing {of}", ours.packing, theirs.packing, same_layout)
-    _same(f"number of KV heads {of}", ours.total_heads, theirs.total_heads, same_layout)
-    _same(f"stripes {of}", ours.stripes, theirs.stripes, same_layout)
-    if ours_group.kind is GroupKind.STATE:
-        for field in ("rows", "row_bytes"):
-            _same(f"{field} {of}", getattr(ours, field), getattr(theirs, field), same_layout)
-        return
-    sizes = f"the block sizes are {ours_group.block_tokens} and {theirs_group.block_tokens} tokens; "
-    ours_row, theirs_row = ours_group.row_tokens(ours), theirs_group.row_tokens(theirs)
-    _same(f"tokens per row {of}", ours_row, theirs_row, f"{sizes}give both engines the same block_size")
-    _same(f"row_bytes {of}", ours.row_bytes, theirs.row_bytes, same_layout)
-
-
-def _same(field: str, ours: object, theirs: object, remedy: str) -> None:
-    if ours != theirs:
-        raise IncompatiblePeerError(field, ours, theirs, remedy)
 
 
 def unit_shape(src: Group, dst: Group) -> UnitShape:

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 
 from connectors.errors import IncompatiblePeerError, WireError
 from connectors.planning.layout import EngineLayout
-from connectors.planning.plan import check_compatible
+from connectors.planning.plan import check_compatible, compared
 
 PROTOCOL_VERSION = 9
 
@@ -78,10 +78,19 @@ class EngineMetadata:
     workers: tuple[AgentMetadata, ...]
 
 
-def engine_identity(engine: EngineMetadata) -> str:
-    """Digest of what ``check_peers`` compares besides layouts: 32 hexadecimal digits."""
-    workers = {json.dumps([worker.transport, *astuple(worker.identity)]) for worker in engine.workers}
-    return hashlib.blake2b(json.dumps([PROTOCOL_VERSION, *sorted(workers)]).encode(), digest_size=16).hexdigest()
+def engine_identity(engine: EngineMetadata, key: bytes = b"") -> str:
+    """Digest of all that must be equal on two engines that exchange KV: 32 hexadecimal digits.
+
+    ``key``  derived from the secret of the engines
+
+    Only block sizes that ``check_compatible`` refuses in one direction are not part of it.
+    """
+    workers = {
+        json.dumps([worker.transport, *astuple(worker.identity), *(each[:2] for each in compared(worker.layout))])
+        for worker in engine.workers
+    }
+    whole = json.dumps([PROTOCOL_VERSION, *sorted(workers)])
+    return hashlib.blake2b(whole.encode(), digest_size=16, key=key).hexdigest()
 
 
 def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:

@@ -259,6 +259,8 @@ class Handle:
         self.role = "decode"
         self.on_item: Callable[[], None] = lambda: None
         """Called before each item of a replica is passed on."""
+        self.full_replicas: frozenset[str] = frozenset()
+        """Replicas without a free slot, as far as decisions know."""
         self.metadata = METADATA
         """Metadata of each replica."""
         self._turn = 0
@@ -320,6 +322,12 @@ class Handle:
 
     def frontends(self) -> dict[str, str]:
         return {replica.name: replica.frontend for replica in self.replicas} if self._known else {}
+
+    def accepting(self) -> set[str]:
+        return {replica.identity for replica in self.replicas} if self._known else set()
+
+    def full(self) -> set[str]:
+        return set(self.full_replicas)
 
     def ongoing(self) -> dict[str, int] | None:
         """A pool whose replicas become known with the first request."""

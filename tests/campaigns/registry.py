@@ -36,6 +36,7 @@ streams             differential.deaths:streams 6 KILLS=4 - streams of every kin
 continued           differential.continued:continued 4 . - streams killed or moved at any step, TP 1:2 and 2:1
 rank-deaths         service.restarts:rank_deaths 3 KILLS=2 - data-parallel ranks die under load; prefill scales
 rolling-restart     service.restarts:rolling_restart 4 COUNT=1 - all replicas replaced under load, and scaled
+upgrade             service.upgrades:upgrade 12 - - two releases: pairs stay inside one, under load
 head-killed         service.restarts:head_killed 3 ONLY=redis redis-server Ray's head dies, with and without Redis
 commands            service.commands:commands 2 . - serve run, status, config, deploy, build, shutdown
 models              service.models:models 5 - - two models at one endpoint, adapters under load

@@ -136,7 +136,7 @@ def test_each_pod_is_replaced_alone_and_the_head_last(cluster: Cluster, capsys: 
     assert plan.count("kubectl -n tandem delete pod ") == len(before) == 5
     assert upgrade() == 0
     assert cluster.read()["cut"] == 0
-    assert cluster.deleted() == ["router", "prefill", "decode", "decode", "headgroup"]
+    assert cluster.deleted() == ["router", "decode", "prefill", "decode", "headgroup"]
     assert set(cluster.images().values()) == {"tandem:new"}
     assert len(cluster.images()) == 5 + 3, "a spare pod in each group"
     cluster.apply(image("tandem:new"))  # the same overlay again, which removes the marks
@@ -175,7 +175,7 @@ def test_stopped_at_a_deadline_and_continued(cluster: Cluster, capsys: pytest.Ca
     cluster.set(stuck="decode")
     assert upgrade("--timeout-s", "20") == 1
     assert "decode: 1 of 2 replicas run on Ready pods" in capsys.readouterr().err
-    assert cluster.deleted() == ["router", "prefill", "decode"]
+    assert cluster.deleted() == ["router", "decode"]
     state = cluster.read()
     for pod in state["pods"]:  # its engine starts after all
         pod["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
@@ -184,7 +184,7 @@ def test_stopped_at_a_deadline_and_continued(cluster: Cluster, capsys: pytest.Ca
     cluster.write(state)
     cluster.set(stuck="")
     assert upgrade() == 0
-    assert cluster.deleted() == ["decode", "headgroup"]
+    assert cluster.deleted() == ["prefill", "decode", "headgroup"]
     assert set(cluster.images().values()) == {"tandem:new"}
 
 
@@ -262,7 +262,7 @@ def test_interrupted_before_every_step(started: str) -> None:
     """All progress is in the objects: a new run for each step does what one run does."""
     cluster = json.loads(started)
     image("tandem:new")(cluster["service"]["spec"]["rayClusterConfig"])
-    names = ("router-2", "prefill-3", "decode-4", "decode-5", "headgroup-1")
+    names = ("router-2", "decode-4", "prefill-3", "decode-5", "headgroup-1")
     assert step_by_step(cluster) == [(name, True) for name in names]
     assert {one["spec"]["containers"][0]["image"] for one in cluster["pods"]} == {"tandem:new"}
 

@@ -109,8 +109,11 @@ def test_engines_that_fit() -> None:
     assert identity(agent_metadata(0, 2, Shape(num_blocks=40)), agent_metadata(1, 2)) == identity(one)
     others = [agent_metadata(identity=replace(IDENTITY, **{each.name: "other"})) for each in fields(ModelIdentity)]
     others.append(agent_metadata(transport="memory"))
+    others += [agent_metadata(shape=shape) for shape in (Shape(kv_heads=8), Shape(style="packed"))]
+    others.append(agent_metadata(layout=with_field(one.layout, 0, block_tokens=32)))
     found = {identity(one), *map(identity, others), *(identity(one, other) for other in others)}
     assert len(found) == 1 + 2 * len(others)
+    assert engine_identity(EngineMetadata("e", (one,)), b"secret") not in found
 
 
 def test_another_version_is_named() -> None:

@@ -89,7 +89,7 @@ class SchedulerConnector:
         """
         workers = {tp_rank: decode_agent_metadata(meta.agent_metadata) for (_, tp_rank), meta in rank_metadata.items()}
         engine = engine_metadata(workers)
-        self.described["identity"] = engine_identity(engine)
+        self.described["identity"] = engine_identity(engine, self._config.keys.identity)
         encoded = [rank_metadata[key].agent_metadata for key in sorted(rank_metadata)]
         self._server = MetadataProcess(
             self._config.side_channel_host, self._config.side_channel_port, encoded, self._config.keys.identity

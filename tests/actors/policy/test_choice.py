@@ -146,6 +146,49 @@ def test_policies(policy, asked, route, reason, decode, prefill):
     assert ("".join(decision.decode), "".join(decision.prefill)) == (decode, prefill)
 
 
+@pytest.mark.parametrize("policy", ["least_load", "round_robin"])
+@pytest.mark.parametrize(
+    ("releases", "shares"),
+    [
+        # The first can serve a half, limited by prefill, the second a quarter, limited by decode.
+        ({"defg": "1112", "pq": "12"}, {"1": 2 / 3, "2": 1 / 3}),
+        ({"de": "12", "pqrs": "1112"}, {"1": 2 / 3, "2": 1 / 3}),
+        ({"defg": "1122", "pq": "12"}, {"1": 0.5, "2": 0.5}),
+        ({"defg": "1112", "pqrs": "1222"}, {"1": 0.5, "2": 0.5}),
+        # Without prefill engines, an idle release gets nothing.
+        ({"defg": "1112", "pq": "22"}, {"2": 1.0}),
+    ],
+)
+def test_releases_share_prompts_by_their_smaller_side(policy, releases, shares):
+    """Sixty requests at once, then each that ends is followed by another one."""
+    (decode, _), (prefill, _) = releases.items()
+    identities = dict(zip("".join(releases), "".join(releases.values()), strict=True))
+    loads, open_calls = {name: EngineLoad() for name in decode + prefill}, []
+    for key in range(600):
+        turned = decode[key % len(decode) :] + decode[: key % len(decode)]
+        found = choose(rules(policy), options(decode=turned, prefill=prefill, **loads), Asked(identities=identities))
+        assert identities[found.decode[0]] == identities[found.prefill[0]]
+        for name in (found.decode[0], found.prefill[0]):
+            loads[name].calls.add(key)
+        open_calls.append((key, found.decode[0], found.prefill[0]))
+        if len(open_calls) > 60:
+            ended, *names = open_calls.pop(0)
+            for name in names:
+                loads[name].calls.discard(ended)
+    calls = {one: sum(identities[name] == one for _, name, _ in open_calls) / 60 for one in shares}
+    assert calls == pytest.approx(shares, abs=0.03)
+
+
+def test_a_session_leaves_engines_without_prefill():
+    """Its decode engine would compute all its prompts; without any pair, it stays."""
+    for session in map(str, range(8)):
+        for prefill in "123":
+            asked = Asked(session=session, identities={"d": "1", "e": "2", "p": prefill})
+            before, now = (choose(ASSUMED, options(decode="de"), one) for one in (Asked(session=session), asked))
+            paired = {"1": "d", "2": "e", "3": before.decode[0]}[prefill]
+            assert now.decode[0] == paired
+
+
 @pytest.mark.parametrize("policy", ["cost", "round_robin", "least_load", "always_remote", "never_remote"])
 def test_a_session_has_one_decode_engine(policy):
     """Sessions spread over engines, and another engine moves few of them."""

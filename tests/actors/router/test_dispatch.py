@@ -542,6 +542,22 @@ async def test_only_engines_of_one_identity_are_paired(prefill: str, reason: str
     assert [bool(replica.calls) for replica in p.replicas] == [identity == "m" for identity in prefill]
 
 
+@pytest.mark.parametrize(("full", "served"), [((), "01"), (("p0",), "1"), (("p1",), "0"), (("p0", "p1"), "01")])
+async def test_a_release_whose_prefill_is_full_gets_no_prompt(full: tuple[str, ...], served: str):
+    """While the other one has a free slot; decode would wait for its own, then compute."""
+    router, p, d = fleet([well, well], [OK, OK])
+    for replicas in (p.replicas, d.replicas):
+        replicas[1].identity = "later"
+    await ask(router, request(stream=False))
+    p.full_replicas = frozenset(full)
+    before = [len(replica.calls) for replica in d.replicas]
+    for _ in range(4):
+        assert (await ask(router, request(stream=False)))[0].local_reason is None
+    await at_rest(p, d)
+    found = [len(replica.calls) - old for replica, old in zip(d.replicas, before, strict=True)]
+    assert "".join(str(index) for index, count in enumerate(found) if count) == served
+
+
 async def test_a_decode_engine_of_an_earlier_release_serves_alone():
     """Its routers called prefill, so it would ignore the order."""
     router, p, d = fleet([well], [OK])

@@ -25,6 +25,9 @@ class Hung(Handle):
     def ongoing(self) -> dict[str, int]:
         return {replica.name: 0 for replica in self.replicas}
 
+    def accepting(self) -> set[str]:
+        return {replica.identity for replica in self.replicas}
+
     @property
     def replica_count(self) -> int:
         return len(self.replicas)
@@ -34,26 +37,33 @@ class Hung(Handle):
         return []
 
 
-def router(prefill: int, decode: int) -> Router:
+def router(prefill: str, decode: str) -> Router:
+    """Return a router with a replica of each identity."""
+
     async def silent(*_: object) -> Any:
         yield
 
-    def role(count: int) -> EnginePool:
-        return cast(EnginePool, Hung([Replica(f"r{number}", silent) for number in range(count)]))
+    def role(identities: str) -> EnginePool:
+        replicas = [Replica(f"r{number}", silent, identity=one) for number, one in enumerate(identities)]
+        return cast(EnginePool, Hung(replicas))
 
     return Router(LIMITS, ModelEngines(role(prefill), role(decode)))
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "status", "told"),
+    ("prefill", "decode", "status", "told", "reason"),
     [
-        (2, 1, 200, "ok"),
-        (0, 1, 200, "degraded"),
-        (1, 0, 503, "unavailable"),
-        (0, 0, 503, "unavailable"),
+        ("aa", "a", 200, "ok", None),
+        ("ab", "bc", 200, "ok", None),
+        ("aa", "b", 200, "degraded", "no prefill engine has the identity"),
+        ("", "a", 200, "degraded", "no prefill engine accepts calls"),
+        ("a", "", 503, "unavailable", None),
+        ("", "", 503, "unavailable", None),
     ],
 )
-async def test_the_service_is_up_while_decode_is(prefill: int, decode: int, status: int, told: str) -> None:
+async def test_the_service_is_up_while_decode_is(
+    prefill: str, decode: str, status: int, told: str, reason: str | None
+) -> None:
     """Decode serves alone without prefill, so a load balancer must keep it.
 
     No hung actor delays the answer.
@@ -63,5 +73,7 @@ async def test_the_service_is_up_while_decode_is(prefill: int, decode: int, stat
     async with httpx.AsyncClient(transport=httpx.ASGITransport(cast(Any, app)), base_url="http://tandem") as http:
         reply = await asyncio.wait_for(http.get("/health"), 1)
     assert reply.status_code == status
-    assert reply.json() == {"status": told, "replicas": {"prefill": prefill, "decode": decode}}
+    answer = reply.json()
+    assert str(answer.pop("reason", None)).startswith(str(reason))
+    assert answer == {"status": told, "replicas": {"prefill": len(prefill), "decode": len(decode)}}
     assert one.ready == (status == 200)

@@ -1,0 +1,145 @@
+"""A rolling upgrade under load: nodes of one release give way to nodes of the next one.
+
+Ray nodes with the labels of the Kubernetes overlays, one engine each, stand for pods. As with
+`tandem upgrade`, a new node joins, the old one gets SIGTERM, and Serve moves its replica. The next
+release is a copy of this checkout with another version of the transfer protocol, so that engines of
+the two refuse each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from connectors.protocol.agent_metadata import PROTOCOL_VERSION
+from testing.facts import make_prompt
+from testing.ray_nodes import RayNode
+from testing.service_process import ROOT
+from tests.campaigns.runner import Report
+from tests.campaigns.service.cluster import Cluster
+from tests.campaigns.service.world import MODEL, REQUEST_S
+
+ROLES = {"router": 1, "prefill": 2, "decode": 1}
+TURNS = {"turns": ("prefill", "decode", "prefill"), "groups": ("prefill", "prefill", "decode")}
+"""Orders of replacement: that of `tandem upgrade`, and one role after the other."""
+
+MOST_RECOMPUTED = 0.02
+LEFT_S = 300.0
+
+
+def next_release(folder: Path, tree: Path) -> Path:
+    for package in ("actors", "app", "configs", "connectors"):
+        shutil.copytree(tree / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / "connectors/protocol/agent_metadata.py"
+    text, line = file.read_text(), f"PROTOCOL_VERSION = {PROTOCOL_VERSION}\n"
+    assert line in text, f"{file} does not contain {line!r}"
+    file.write_text(text.replace(line, f"PROTOCOL_VERSION = {PROTOCOL_VERSION + 1}\n"))
+    return folder
+
+
+def upgrade(report: Report, *, order: str = "turns", clients: int = 3, settle_s: float = 5.0, older: str = "") -> None:
+    """Replace all engines under load, in an order of TURNS; ``older`` is another checkout."""
+    later = next_release(report.folder / "later", Path(older or ROOT))
+    # Ray puts the driver's folder before PYTHONPATH in the path of its workers.
+    os.chdir(report.folder)
+    sections: dict[str, Any] = {
+        role: {"label_selector": {"tandem/role": role}, "placement": "apart", "replicas": count}
+        for role, count in ROLES.items()
+    }
+    for role in ("prefill", "decode"):
+        sections[role]["drain_s"] = 90
+    environment = {"PYTHONPATH": older or str(ROOT), "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "240"}
+    cluster = Cluster(report.folder, environment=environment, **sections)
+    try:
+        cluster.nodes.start_head()
+        old = {role: [_start(cluster, role) for _ in range(count)] for role, count in ROLES.items()}
+        cluster.deploy()
+        asyncio.run(_upgrade(report, cluster, old, later, TURNS[order], clients, settle_s))
+    finally:
+        cluster.close()
+        os.chdir(ROOT)
+
+
+def _start(cluster: Cluster, role: str, **environment: str) -> RayNode:
+    return cluster.nodes.start_worker(1, f"--labels=tandem/role={role}", **environment)
+
+
+class Load:
+    """Clients that send one prompt after the other; each reports whether decode computed it."""
+
+    def __init__(self, url: str) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.timeline: list[tuple[float, str]] = []
+        self._url, self._began, self.over = url, time.monotonic(), False
+
+    async def client(self, number: int) -> None:
+        rng = random.Random(number)
+        async with httpx.AsyncClient(base_url=self._url, timeout=REQUEST_S) as http:
+            while not self.over:
+                outcome = await self._ask(http, rng)
+                self.outcomes[outcome] += 1
+                self.timeline.append((round(time.monotonic() - self._began, 1), outcome))
+                await asyncio.sleep(0.2)
+
+    async def _ask(self, http: httpx.AsyncClient, rng: random.Random) -> str:
+        prompt = make_prompt(rng, 60).text
+        body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 12, "cache_salt": secrets.token_hex()}
+        try:
+            reply = await http.post("/v1/completions", json=body)
+        except httpx.HTTPError as error:
+            return f"failed: {type(error).__name__}"
+        if reply.status_code != httpx.codes.OK:
+            return f"failed: HTTP {reply.status_code}"
+        if reply.headers["x-tandem-route"] == "local":
+            return f"recomputed: {reply.headers['x-tandem-local-reason']}"
+        return "recomputed: transfer" if "recompute" in reply.headers.get("server-timing", "") else "remote"
+
+
+async def _upgrade(
+    report: Report,
+    cluster: Cluster,
+    old: dict[str, list[RayNode]],
+    later: Path,
+    turns: tuple[str, ...],
+    clients: int,
+    settle_s: float,
+) -> None:
+    load = Load(cluster.url)
+    running = [asyncio.create_task(load.client(number)) for number in range(clients)]
+    try:
+        await asyncio.sleep(settle_s)
+        report.row(phase="before", outcomes=dict(load.outcomes))
+        for role in turns:
+            before, began = Counter(load.outcomes), time.monotonic()
+            await asyncio.to_thread(_start, cluster, role, PYTHONPATH=str(later))
+            await asyncio.to_thread(_leave, old[role].pop(0))
+            await asyncio.to_thread(cluster.settle)
+            await asyncio.sleep(settle_s)
+            health = (await asyncio.to_thread(httpx.get, f"{cluster.url}/health", timeout=30)).json()
+            seconds = round(time.monotonic() - began)
+            report.row(phase=role, seconds=seconds, outcomes=dict(load.outcomes - before), health=health)
+    finally:
+        load.over = True
+        await asyncio.gather(*running)
+    bad = {name: count for name, count in load.outcomes.items() if name != "remote"}
+    recomputed = sum(count for name, count in bad.items() if name.startswith("recomputed"))
+    share = recomputed / max(load.outcomes.total(), 1)
+    report.row(requests=load.outcomes.total(), recomputed_share=round(share, 4), **bad)
+    report.row(timeline=load.timeline)
+    report.check(not any(name.startswith("failed") for name in bad), f"requests failed: {bad}")
+    report.check(share <= MOST_RECOMPUTED, f"decode computed {share:.1%} of the prompts")
+
+
+def _leave(node: RayNode) -> None:
+    """Send SIGTERM to the node, and wait until its replica has moved and it has ended."""
+    node.process.terminate()
+    node.process.wait(LEFT_S)
