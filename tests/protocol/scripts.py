@@ -137,6 +137,10 @@ class Player:
         """Return the counts that are not zero."""
         return [f"{count} {name}" for name, count in self.machine.counts().items() if count]
 
+    def end(self) -> None:
+        """End what only others can: writes, requests, and the engines of the other side."""
+        raise NotImplementedError
+
     def leaves_nothing(self) -> None:
         """End all that a script has left open: then the machine has no state but its clocks."""
         self.end()
