@@ -8,7 +8,7 @@ URL=http://... measures a running service instead, with MODEL. Arms get the same
 time: open loop, Poisson arrivals, a third not streamed. A request is inside its deadline if its
 first token (streams, then TOKEN_S per token) or whole answer comes within FIRST_S or WHOLE_S; its
 client disconnects after PATIENCE times as long. Goodput is such requests per second. Then Tandem's
-clients send BURST_LOAD for BURST_S, and retry when `Retry-After` tells. PNG=file draws goodput.
+clients send BURST_LOAD for BURST_S, and retry when `Retry-After` tells.
 """
 
 from __future__ import annotations
@@ -185,20 +185,6 @@ async def measure(
     return found
 
 
-def draw(arms: dict[str, Any], path: str) -> None:
-    from matplotlib import pyplot
-
-    _, both = pyplot.subplots(1, 2, figsize=(9, 3))
-    titles = {"goodput": "goodput, requests/s", "admitted_late": "admitted but late"}
-    for axes, (key, title) in zip(both, titles.items(), strict=True):
-        for name, rows in arms.items():
-            axes.plot([float(load) for load in rows], [row[key] for row in rows.values()], "o-", label=name)
-        axes.set(ylim=(0, None), xlabel="load / capacity", ylabel=title)
-    both[0].legend()
-    pyplot.tight_layout()
-    pyplot.savefig(path)
-
-
 def main(
     *,
     seconds: float = 120.0,
@@ -208,7 +194,6 @@ def main(
     url: str = "",
     model: str = "instant",
     vllm_router: str = "",
-    png: str = "",
 ) -> int:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         started, urls = list[Process](), {"tandem": url}
@@ -231,8 +216,6 @@ def main(
     write("overload_url" if url else "overload", {"seconds": seconds, "rate": rate, "patience": patience, **found})
     found.pop("burst")
     rows = list(found["tandem"].values())
-    if png:
-        draw(found, png)
     peak = max(row["goodput"] for row in rows)
     return failed(
         {

@@ -214,7 +214,7 @@ def test_slotted_pages_are_not_cut() -> None:
     wrongly.
     """
     here = slotted_rank(1, KVCacheLayout.LBHNC)
-    with pytest.raises(IncompatiblePeerError, match=r"tokens per row.*block sizes are 32 and 64"):
+    with pytest.raises(IncompatiblePeerError, match=r"tokens per row.*has 32, the prefill engine 64"):
         check_compatible(slotted_rank(1, KVCacheLayout.LBHNC, 64).layout, here.layout)
     with pytest.raises(IncompatiblePeerError, match="2 head slots/slot, token/one of 2 ranks"):
         check_compatible(slotted_rank(2, KVCacheLayout.LBHNC).layout, here.layout)
