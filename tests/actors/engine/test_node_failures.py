@@ -104,6 +104,7 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
 
     class Engine:
         slots = 1
+        kv_tokens = 0
         can_resume = True
         ranks = range(1)
         described: tuple[dict[str, object], ...] = ({},)

@@ -37,9 +37,11 @@ class Engine(Decode):
         self.role = role
         self.replica = serve.get_replica_context().replica_id.unique_id
         self._changes_adapters = False
-        self.engine: Any = SimpleNamespace(ranks=[0], slots=100, serve=answer, check_health=nothing, close=nothing)
+        self.engine: Any = SimpleNamespace(
+            ranks=[0], slots=100, kv_tokens=0, serve=answer, check_health=nothing, close=nothing
+        )
         await self._open_rpc_servers(RoleSettings(rpc_host="127.0.0.1"))
-        self._rank_metadata[0] |= {"identity": "a", "resumes": True}
+        self._rank_metadata[0] |= {"identity": "a", "frontend": "f", "resumes": True}
         self._peers = PeerReplicas("decode", 5.0)
         self._peers.engines()
 
@@ -120,7 +122,7 @@ async def test_all_learn_that_an_engine_is_drained(port: int) -> None:
                 found = {one["replica"]: one for one in (await http.get("/tandem/status")).json()["engines"]}
                 others = {name: one["others"] for name, one in found.items() if one["role"] == "decode"}
                 replicas = (await http.get("/health")).json()["replicas"]
-                expected = {name: ["a"] if all_accept or name == drained else [] for name in others}
+                expected = {name: ["a f"] if all_accept or name == drained else [] for name in others}
                 if replicas == {"prefill": 1, "decode": 1 + all_accept} and len(others) == 2 and others == expected:
                     return
                 await asyncio.sleep(0.1)
