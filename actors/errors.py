@@ -7,7 +7,7 @@ from connectors.errors import TandemError
 
 
 class OverloadedError(TandemError):
-    """A limit of requests is reached, or this one would time out in the queue.
+    """A limit of requests is reached, or the request would miss its deadline in the queue.
 
     ``retry_after_s``  estimated time until a retry is admitted; 0: unknown
     """
@@ -34,11 +34,11 @@ class UnknownModelError(TandemError):
 
 
 class UnknownEngineError(TandemError):
-    """No engine, or more than one, has the id that an operator names."""
+    """No engine, or more than one, has an id that begins with the one that an operator gave."""
 
 
 class LastEngineError(TandemError):
-    """The model has no other decode engine that accepts calls, so this one cannot be drained."""
+    """The engine cannot be drained: no other decode engine of its model accepts calls."""
 
 
 class NoModelNamedError(TandemError):

@@ -79,7 +79,7 @@ class ServedCall:
     moved: Callable[[Mapping[str, Any]], None] = lambda _: None
     """Called after the last output of a stream that moves, with the parameters of its KV."""
     moves_as: str | None = None
-    """Transfer id of the stream's KV, once the stream is told to move."""
+    """Transfer id of the stream's KV; None before the stream is told to move."""
     recorded: int = 0
     """Number of tokens so far."""
     _identified: bool = False
@@ -204,7 +204,7 @@ class KvArrivals:
         self._found: dict[str, KvTimes] = {}
         self._adapters: dict[tuple[int, str], str] = {}
         self.waiting: dict[int, int] = {}
-        """Number of requests that vLLM has not begun, by data-parallel rank."""
+        """Number of requests that vLLM had not begun at the last step, by data-parallel rank."""
 
     def expect(self, request_id: str) -> None:
         """Collect the times of this request until `take`; other requests are ignored."""

@@ -1,7 +1,7 @@
 """Empty one engine before its node or pod is stopped: `tandem drain ENGINE [--undo]`.
 
-The engine takes no new requests. Decode moves its streams to other engines; prefill hands its queue
-back. With keys, `TANDEM_OPERATOR_KEYS` must have one of the service's.
+The engine refuses new requests. Decode moves its streams to other engines; prefill hands its queue
+back. If the service has API keys, `TANDEM_OPERATOR_KEYS` must begin with one of its operator keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REQUEST_S = 30.0
 
 
 class DrainError(Exception):
-    """The engine is not empty; the message says why."""
+    """The command failed; the message says why."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tandem drain", description=" ".join((__doc__ or "").split()))
     parser.add_argument("engine", metavar="ENGINE", help="replica id on the status page, or its beginning")
     parser.add_argument("--undo", action="store_true", help="let the engine accept requests again")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="a router (http://127.0.0.1:8000)")
-    parser.add_argument("--timeout-s", type=float, default=600, help="limit for the drain (600); it stays drained")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the service (http://127.0.0.1:8000)")
+    parser.add_argument("--timeout-s", type=float, default=600, help="longest wait (600); the engine stays drained")
     options = parser.parse_args(argv)
     try:
         if options.undo:
@@ -41,12 +41,12 @@ def main(argv: list[str] | None = None) -> int:
             follow(options)
         return 0
     except (DrainError, KeyboardInterrupt) as error:
-        print(f"tandem drain: {error or 'interrupted; the engine stays drained: --undo'}", file=sys.stderr)
+        print(f"tandem drain: {error or 'interrupted; the engine stays drained until --undo'}", file=sys.stderr)
         return 1
 
 
 def follow(options: argparse.Namespace) -> None:
-    """Return when the engine is empty; raise DrainError at the limit."""
+    """Drain the engine and return when it is empty; raise DrainError at the limit."""
     began, printed = time.monotonic(), None
     while True:
         state = send(options, "POST")
@@ -54,7 +54,7 @@ def follow(options: argparse.Namespace) -> None:
         if left != printed:
             print(f"  {took_s:.0f} s: {name} has {left} sequences left", flush=True)
         if not left:
-            return print("Empty. It takes no requests until --undo or its end.", flush=True)
+            return print("Empty. The engine refuses requests until --undo or its end.", flush=True)
         if took_s >= options.timeout_s:
             raise DrainError(f"{left} sequences run after {took_s:.0f} s; {name} stays drained: --undo")
         printed = left

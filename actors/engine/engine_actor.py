@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 MOST_WARM = 1024
 
 HANDED_BACK = object()
-"""Notice to a call that its prompt is handed back: another engine is to compute it."""
+"""Notice to a prefill call to end, so that another engine computes its prompt."""
 
 
 class EngineActor:
@@ -105,7 +105,7 @@ class EngineActor:
         ]
 
     async def _empty(self, rank: int, server: RpcServer) -> None:
-        """Give up calls of `rank` while `server` refuses new ones; runs until it is cancelled."""
+        """Move or hand back calls of `rank` while `server` refuses new ones, until cancelled."""
 
     def _describe_ranks(self) -> None:
         for described, metadata in zip(self.engine.described, self._rank_metadata, strict=True):
@@ -151,11 +151,13 @@ class EngineActor:
         return ranked_metadata(self._rank_metadata)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return what changes of the replica's metadata; Serve's hook, called every ANNOUNCE_S."""
+        """Return the metadata that changes at run time; Serve's hook, called every ANNOUNCE_S."""
         return {"drained": True} if self._drained else {}
 
     async def drain(self, on: bool | None) -> dict[str, Any]:
-        """Refuse new calls and give up others, for an operator, or undo that; return the state.
+        """Drain the engine for an operator, or undo that, and return its state.
+
+        A drained engine refuses new calls, and moves or hands back running ones.
 
         ``on``  None: only return the state
         """
@@ -281,7 +283,7 @@ class Prefill(EngineActor):
                     if item is HANDED_BACK:
                         if computed:
                             continue
-                        raise RefusedError("the prompt is handed back")
+                        raise RefusedError("this engine hands the prompt back, because it takes no new calls")
                     if isinstance(item, ResponseStart):
                         computed = item.status < HTTPStatus.BAD_REQUEST and not item.streams
                     computed = computed or isinstance(item, StreamChunk)
@@ -297,7 +299,7 @@ class Prefill(EngineActor):
                 await self.engine.discard(transfer_id, rank)
 
     async def _empty(self, rank: int, server: RpcServer) -> None:
-        """Hand back the prompts that vLLM has not begun; it begins them in order of arrival."""
+        """Hand back the latest prompts, as many as vLLM has not begun: the oldest begin first."""
         while True:
             await server.refuses.wait()
             computing = list(self._computing[rank].values())

@@ -1,7 +1,7 @@
-"""Moves of the streams of a decode engine that takes no new calls to engines that continue them.
+"""Move the streams of a decode engine that refuses new calls to other engines.
 
 A stream that ends with `Moved` keeps its KV here until its router has continued it elsewhere and
-cancels the call. The engine drains as before if no other engine like it accepts calls.
+cancels the call. Without another engine of the same `likeness`, streams run to their end here.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ LOOK_S = 0.2
 
 
 def likeness(described: Mapping[str, Any]) -> str:
-    """Return what another rank must share to continue the streams of this one."""
+    """Return what must be equal on two ranks for one to continue the other's streams."""
     return f"{described.get('identity', '')} {described.get('frontend', '')}"
 
 
@@ -46,7 +46,7 @@ async def move_streams(engine: VllmEngine, rank: int, server: RpcServer, others:
             if own in others():
                 await _move_some(engine, rank, told)
         except Exception:
-            logger.exception("rank %d could not move streams; they run on", rank)
+            logger.exception("rank %d cannot move its streams, so they continue here; trying again", rank)
         await asyncio.sleep(LOOK_S)
 
 

@@ -63,7 +63,7 @@ class PeerReplicas:
         return self._handle
 
     def engines(self) -> Mapping[str, EngineReplica]:
-        """Return the engines in Serve's list. The first call blocks, and starts to follow it."""
+        """Return the engines that Serve lists. The first call blocks, and then follows the list."""
         return replicas_of(self._connected().deployment_id) or {}
 
     def broadcast(self, method: str, /, *arguments: object) -> DeploymentBroadcastResponse:

@@ -270,8 +270,8 @@ class VllmEngine:
             yield refusal
         finally:
             if served.moves_as is not None:
-                # The stream may have ended by itself or its client gone. If another engine
-                # continues it, that engine has the KV.
+                # Frees the KV also if the stream ended by itself or its client disconnected. An
+                # engine that continues the stream already has the KV.
                 await self.discard(served.moves_as, rank)
 
     def heartbeats(self, rank: int, beat: Callable[[], None]) -> AbstractContextManager[None]:
@@ -321,7 +321,7 @@ class VllmEngine:
             logger.warning("cannot discard transfer %s; its lease will expire: %r", transfer_id, error)
 
     def waiting(self, rank: int = 0) -> int:
-        """Return the number of requests that vLLM has not begun, after the last step."""
+        """Return the number of requests that vLLM had not begun at the last step."""
         return self._llm.arrivals.waiting.get(rank, 0)
 
     def movable(self, rank: int = 0) -> dict[str, int]:
@@ -450,7 +450,7 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, 
 
 
 def _frontend_digest(frontend: Mapping[str, Any], template: str | Mapping[str, str], config: "VllmConfig") -> str:
-    """Return a digest of what, besides the model, makes prompt and parameters of a request."""
+    """Return a digest of all but the model that turns a request into prompt and parameters."""
     model, output = config.model_config, config.structured_outputs_config
     made_of = frontend, template, model.max_model_len, model.max_logprobs, model.get_diff_sampling_param(), str(output)
     return xxhash.xxh3_64_hexdigest(json.dumps(made_of, sort_keys=True, default=str).encode())

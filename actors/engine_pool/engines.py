@@ -103,8 +103,8 @@ class EnginePool:
     def leave(self) -> None:
         """Keep the engines until this stopping router closes its connections.
 
-        It still receives requests. Serve may stop the engines at the same time, and no longer list
-        them. Those that it replaces by others are not kept.
+        It still receives requests. Serve may stop the engines at the same time and list none.
+        Engines are released once Serve lists others instead.
         """
         self.leaving = True
         self._follow_replicas()
@@ -224,7 +224,7 @@ class EnginePool:
         return self._frontends
 
     def full(self) -> set[str]:
-        """Return the engines on which a request can take no slot now."""
+        """Return the engines on which no slot can be taken now."""
         return self._slots.full()
 
     def accepting(self) -> set[str]:
@@ -280,7 +280,7 @@ class EnginePool:
         """Return the result or the exception of a method of each replica, by id of its first rank,
         which answers for all ranks. DeadlineError: no answer within `timeout_s`.
 
-        ``only``  this id; None: all replicas
+        ``only``  id of the one replica to call; None: all
         """
         engines = replicas_of(self._handle.deployment_id) or {}
         replicas = {name: one for name, one in engines.items() if one.rank == 0 and only in (None, name)}

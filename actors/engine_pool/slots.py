@@ -1,11 +1,11 @@
-"""Engines of one role, and one router's slots on them, granted to requests in order of arrival.
+"""Engines of one role, and one router's slots on them, granted by priority, then order of arrival.
 
 A request that cannot use the free slots does not block later requests; one that needs more KV than
-is free keeps one engine free of later requests. Requests that would wait too long are refused at
-once (`actors/policy/admission.py`). A call with several
-sequences needs one free slot and may exceed the engine's slots; otherwise calls with one sequence
-would always overtake it. Routers know each other's load only from an engine's replies, so an engine
-refuses calls when its slots are taken. A replica here is an `EngineReplica`.
+is free reserves one engine. Requests that would wait too long are refused at once
+(`actors/policy/admission.py`). A call with several sequences needs one free slot and may exceed the
+engine's slots; otherwise calls with one sequence would always overtake it. Routers know each
+other's load only from an engine's replies, so an engine refuses calls when its slots are taken. A
+replica here is an `EngineReplica`.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class EngineReplica:
 
     @cached_property
     def frontend(self) -> str:
-        """Digest of what makes prompt and parameters of a request (`VllmEngine.start`)."""
+        """Digest of what turns a request into prompt and parameters (`VllmEngine.start`)."""
         return str(self.metadata.get("frontend", ""))
 
     @cached_property
@@ -111,7 +111,7 @@ class SlotRequest(NamedTuple):
     ``part``      whether this is a later prompt of a list, which does not count towards the queue
     ``tokens``    tokens of KV to commit: prompt and expected answer
     ``priority``  requests with a lower value are served first, as in vLLM
-    ``wait_s``    longest estimated wait; a request that would wait longer is refused
+    ``wait_s``    longest estimated wait in seconds; beyond it the request is refused
     """
 
     avoid: AbstractSet[str] = frozenset()
@@ -154,7 +154,7 @@ class SlotPool:
         self._look = look
         self._taken: Counter[str] = Counter()
         self._committed: Counter[str] = Counter()
-        """Tokens of KV, by engine."""
+        """Tokens of KV that calls of this router hold or may still need, by engine."""
         self._rate = ServiceRate()
         self.returns = Returns()
         self._others: dict[str, tuple[int, float]] = {}
@@ -252,7 +252,7 @@ class SlotPool:
         wait_s, work_s = self._rate.wait_s(ahead + wanted.tokens), self._rate.wait_s(wanted.tokens)
         if wait_s > wanted.wait_s:
             raise OverloadedError(
-                f"the request would wait about {wait_s:.0f} s for an engine, and time out; retry later",
+                f"the request would wait about {wait_s:.0f} s for an engine, too long for its deadline; retry later",
                 self.returns.retry_s(work_s, wait_s - wanted.wait_s, _now()),
             )
 
@@ -340,8 +340,8 @@ class SlotPool:
     def _lacking_kv(self, usable: UsableReplicas, wanted: SlotRequest, now: float) -> dict[str, int]:
         """Return the free tokens of KV of each usable replica that has too few for `wanted`.
 
-        A request of another router counts like this one. An idle replica always has enough. A
-        stream that continues does not wait for KV.
+        Each sequence of another router is assumed to hold as much as one of `wanted`. An idle
+        replica always has enough. A stream that continues does not wait for KV.
         """
         lacking = {}
         for name in (*usable.free, *usable.full) if wanted.tokens and wanted.identity is None else ():

@@ -1,7 +1,7 @@
-"""Which requests may wait for an engine, and when a refused one should come back.
+"""Decide which requests may wait for an engine, and when a refused client should retry.
 
-Work is counted in tokens of KV, a request's prompt and expected answer: an engine's slots and its
-KV cache both free them at a rate that can be measured.
+Work is counted in tokens of KV, of prompt and expected answer: whether slots or the KV cache are
+scarce, engines release them at a rate that can be measured.
 """
 
 import math
@@ -9,10 +9,10 @@ import math
 from actors.policy.choice import Estimate
 
 SAFE_SHARE = 0.5
-"""Fraction of a deadline that estimates may use up. Admitted requests must not time out."""
+"""Fraction of a deadline that estimates may use; the rest absorbs their errors."""
 
 CROWDING_SHARE = 0.5
-"""Fraction of that for an API key with more than its share; the rest is left for the others."""
+"""Factor on SAFE_SHARE for an API key with more than its share of the ongoing requests."""
 
 LONG_ANSWER = 3.0
 """A request must meet its deadline with an answer that is this many times as long as expected."""
@@ -21,10 +21,10 @@ MEASURED_S = 30.0
 """Time constant of the decay of a measured rate, in seconds."""
 
 FEWEST_RELEASES = 8
-"""Number of releases from which the measured rate is used; assumptions refuse no request."""
+"""Number of releases, while requests wait, from which the measured rate is used."""
 
 MOST_RETRY_S = 60.0
-"""Largest Retry-After, in seconds: OpenAI's clients ignore larger ones."""
+"""Limit in seconds of the spacing by Retry-After: OpenAI's clients ignore larger values."""
 
 
 def longest_wait_s(
@@ -33,8 +33,8 @@ def longest_wait_s(
     """Return the estimated wait for a slot up to which a request may queue.
 
     ``expected``       estimate of the chosen option; None: no costs are known
-    ``first_token_s``  time left until the first token; all requests have this limit, so that those
-                       with more time do not fill the queue
+    ``first_token_s``  time left until the first token; also limits requests that are not streamed,
+                       which would fill the queue otherwise
     ``whole_s``        time left until the whole answer; None: no limit
     ``crowds``         whether the request's API key has more than its share
     """
@@ -47,7 +47,7 @@ def longest_wait_s(
 
 
 class ServiceRate:
-    """Tokens that a role's engines release per second while requests wait, measured."""
+    """Measured tokens that a role's engines release per second while requests wait."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = self._at = 0.0
@@ -70,18 +70,20 @@ class ServiceRate:
 
 
 class Returns:
-    """Times at which refused requests should return: one after the other, at the engines' rate."""
+    """Times at which refused requests should retry, spaced by the time to serve each."""
 
     def __init__(self) -> None:
         self._last_at = 0.0
 
     def retry_s(self, work_s: float, late_s: float, now: float) -> float:
-        """Return Retry-After: `late_s` until the queue is short enough, and `work_s` for each
-        request that was refused before, in which the engines serve it.
+        """Return the seconds until a refused request should retry, which may exceed MOST_RETRY_S.
+
+        ``work_s``  time in which the engines serve this request
+        ``late_s``  time until the queue is short enough
         """
         self._last_at = min(max(self._last_at, now + late_s) + work_s, now + MOST_RETRY_S)
         return max(self._last_at - now, late_s)
 
     def forget(self) -> None:
-        """Forget the times, once the engines have capacity: some requests have not returned."""
+        """Start anew once the engines have capacity: some clients never retry."""
         self._last_at = 0.0

@@ -64,7 +64,7 @@ class Estimate(NamedTuple):
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of the prompt that decode does not hold yet."""
+        """Prompt tokens whose KV the decode engine does not hold."""
         return self.moved_tokens if self.prefill else self.uncached_tokens + self.loaded_tokens
 
     @property
@@ -234,7 +234,7 @@ def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decisio
     affinities = [_affinity(asked.session, one.engine) for one in decode]
     differ = _differ(options, asked.identities)
     if differ is not None and not differ.all():
-        # A session leaves the engines that would compute its prompts alone.
+        # A session leaves decode engines that have no prefill engine of their identity.
         affinities = [0.0 if row.all() else own for row, own in zip(differ, affinities, strict=True)]
     local = remote = local_first = None
     if decode:
@@ -317,8 +317,9 @@ def _differ(options: Options, identities: Mapping[str, str]) -> np.ndarray | Non
 def _busyness(options: Options, fits: np.ndarray) -> np.ndarray:
     """Return how busy the identity of each decode engine is, in shape (decode engines, 1).
 
-    These are its sequences with the new one, by the share of all prompts that the smaller of its
-    sides can serve. Without it, a small prefill side would get the prompts of a large decode side.
+    This is the number of its sequences, with the new one, divided by the smaller of its shares of
+    all prefill and all decode engines. Otherwise an identity with many decode engines would
+    overload its few prefill engines.
     """
     peers = fits @ fits.T
     capacity = np.minimum(fits.mean(axis=1), peers.mean(axis=1))

@@ -32,7 +32,7 @@ TICK_S = 1.0
 
 USAGE = b'"usage":'
 COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
-"""Cannot match in a string, where quotes are escaped."""
+"""Matches no text of a JSON string, where quotes are escaped."""
 
 MOST_BYTES = 2**16
 """Size in bytes of joined events that are written at once."""
@@ -70,7 +70,7 @@ class Answer:
         self._items: deque[StreamChunk | bytes] = deque(attempt.items)
         """Items of the attempt that were read and not passed on."""
         self._whole_tokens = 0
-        """Number of tokens of an answer that is not streamed, from its usage."""
+        """Output tokens in the usage of an answer that is not streamed; 0: unknown."""
         self._complete = False
         """Whether the attempt has sent the whole answer."""
         self._writer: ClientWriter

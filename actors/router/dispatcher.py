@@ -320,7 +320,7 @@ class Dispatcher:
         excluded = self._failed_decode | self._suspect_decode | self._without_response
         if self._identity is not None:
             excluded |= {name for name, own in self.model.decode.identities().items() if own != self._identity}
-            # With another chat template or `max_model_len`, most streams cannot continue.
+            # Most streams cannot continue with another chat template or `max_model_len`.
             others = {name for name, own in self.model.decode.frontends().items() if own != self._frontend}
             if self.model.decode.has_engines(excluded | others):
                 excluded |= others
@@ -439,7 +439,7 @@ class Dispatcher:
         return slot
 
     def _kv_tokens(self, decision: Decision) -> int:
-        """Return the tokens to commit: the prompt's that decode lacks, and an expected answer's."""
+        """Return the KV tokens to commit: prompt tokens that decode lacks, and expected answer."""
         if self.request.endpoint in TOKENS_ONLY:
             return 0
         prompt = decision.prompt_tokens if decision.chosen is None else decision.chosen.kv_tokens
@@ -448,8 +448,8 @@ class Dispatcher:
     def _longest_wait_s(self, decision: Decision) -> float:
         """Return the longest estimated wait for a slot with which the request meets its deadlines.
 
-        Raises OverloadedError if its prompt would wait longer. While requests wait for decode, that
-        wait includes prefill's.
+        Raises OverloadedError if the prompt would wait longer for prefill. This is checked only
+        while no request waits for decode, because that wait covers prefill's.
         """
         request, limits, chosen, model = self.request, self.limits, decision.chosen, self.model
         whole_s = None if request.streams else limits.request_timeout_s - self.age_s
@@ -459,7 +459,7 @@ class Dispatcher:
             if chosen.queue_s > longest_s:
                 work_s = chosen.compute_s / max(len(decision.prefill), 1)
                 raise OverloadedError(
-                    f"the prompt would wait about {chosen.queue_s:.0f} s for others, and time out; retry later",
+                    f"the prompt would wait about {chosen.queue_s:.0f} s, too long for its deadline; retry later",
                     model.prompt_returns.retry_s(work_s, chosen.queue_s - longest_s, self._loop.time()),
                 )
             if chosen.queue_s < longest_s / 2:

@@ -1,4 +1,4 @@
-"""Drain of one engine for an operator: it takes no new calls and gives up those that it can."""
+"""Drain one engine for an operator: it refuses new calls, and moves or hands back running ones."""
 
 import asyncio
 import logging
@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 async def drain_engine(models: Sequence[ModelRouter], engine: str, on: bool, timeout_s: float) -> dict[str, Any]:
     """Drain the engine whose replica id begins with `engine`, or undo that; return its state.
 
-    Raises UnknownEngineError unless one engine that answers has such an id, LastEngineError if
-    streams would have no other decode engine, UnavailableError if the engine does not answer.
+    Raises UnknownEngineError unless exactly one engine that answers has such an id, LastEngineError
+    if the model has no other decode engine, UnavailableError if the engine does not answer.
     """
     asked = await asyncio.gather(*(model.tell_engines("drain", timeout_s, None) for model in models))
     states = [
@@ -27,7 +27,7 @@ async def drain_engine(models: Sequence[ModelRouter], engine: str, on: bool, tim
     found = [one for one in states if one[2]["replica"].startswith(engine)]
     if len(found) != 1:
         names = ", ".join(sorted(f"{state['role']} {state['replica']}" for *_, state in states)) or "none"
-        raise UnknownEngineError(f"{len(found)} engines have an id that begins with {engine!r}; that answer: {names}")
+        raise UnknownEngineError(f"{len(found)} engines have an id that begins with {engine!r}; engines: {names}")
     model, name, state = found[0]
     if on and state["role"] == "decode":
         others = [other for of, _, other in states if of is model and other is not state]

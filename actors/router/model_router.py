@@ -99,7 +99,7 @@ class ModelRouter:
         """
         identities = self.prefill.identities() | self.decode.identities()
         differ = len(set(identities.values())) > 1
-        # Another identity may have free prefill slots. Without any, each pair waits.
+        # Prefer an identity with free prefill slots; if none is free, exclude none.
         full = self.prefill.full() if differ else set()
         if not (self.prefill.ongoing() or {}).keys() - full:
             full = set()
@@ -200,7 +200,7 @@ class ModelRouter:
 
     @property
     def degraded(self) -> str | None:
-        """Reason why no pair of engines serves requests; None if one can."""
+        """Reason why no pair of engines can serve requests; None if one can."""
         for role, count in self.replicas().items():
             if not count:
                 return f"no {role} engine accepts calls"

@@ -250,13 +250,13 @@ class Router:
 
     @property
     def degraded(self) -> str | None:
-        """Reason why the service is not `complete`."""
+        """Reason why the service is not `complete`, by model; None if it is."""
         reasons = ((model, model.degraded) for model in self.models)
         named = [f"{model.names[0]}: {why}" if self._by_name else why for model, why in reasons if why is not None]
         return "; ".join(named) or None
 
     async def drain(self, engine: str, on: bool) -> dict[str, Any]:
-        """Drain an engine, or undo that; as `drain_engine`."""
+        """Drain an engine, or undo that, as `drain_engine` does."""
         return await drain_engine(self.models, engine, on, self.limits.metrics_timeout_s)
 
     async def engine_metrics(self) -> list[tuple[RoleName, str, str]]:

@@ -81,7 +81,7 @@ class RpcServer:
         self.refuses = asyncio.Event()
         """Set while the server refuses new calls: it stops, or an operator drains the engine."""
         self.accepts = asyncio.Event()
-        """Set otherwise."""
+        """Set while the server accepts new calls."""
         self.accepts.set()
         self._stops = False
         self._queued: dict[str, tuple[int, float]] = {}
@@ -145,7 +145,7 @@ class RpcServer:
         self.refuse_calls(True)
 
     def refuse_calls(self, refuse: bool) -> None:
-        """Refuse new calls until further notice, or accept them again unless the server stops."""
+        """Refuse new calls, or accept them again; a stopping server accepts none."""
         if refuse:
             self.refuses.set()
             self.accepts.clear()
@@ -213,7 +213,7 @@ class RpcServer:
         return None
 
     def _refused(self) -> RpcFailure:
-        # Routers never ask an engine again that is leaving.
+        # After `leaving`, routers never call the engine again; a drain can be undone.
         if self._stops:
             return RpcFailure("leaving", "this engine is stopping")
         return RpcFailure("full", "an operator drains this engine")

@@ -181,7 +181,7 @@ class ReplayingLLM(AsyncLLM):
         }
 
     def call_of(self, request_id: str) -> ServedCall | None:
-        """Return the call whose first request in the engine has this id."""
+        """Return the call whose first engine request has this id; None if there is none."""
         return getattr(self._outputs.request_states.get(request_id), "served", None)
 
     def _run_output_handler(self) -> None:

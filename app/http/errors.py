@@ -106,8 +106,9 @@ def _details(error: Exception) -> tuple[str | None, str | None]:
 
 
 def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/completions") -> JSONResponse:
-    """Return the response of `endpoint` for `error`, with Retry-After for status 429 and 503, at
-    least `retry_after_s`.
+    """Return the response of `endpoint` for `error`.
+
+    ``retry_after_s``  least Retry-After of status 429 and 503
     """
     status = status_of(error)
     headers = {}

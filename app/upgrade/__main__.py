@@ -70,8 +70,8 @@ def describe(state: State, namespace: str) -> Iterator[str]:
         yield "Nothing to do: the cluster has the RayService's limits and pods."
     if {one.group for one in old} - {HEAD}:
         yield "Each pod is deleted only while all replicas run on Ready pods. It serves until its successor runs, at"
-        yield "most for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S. Engines exchange KV within a release, so their groups"
-        yield "take turns; decode computes prompts alone while no release has both roles. Each group keeps a spare pod"
+        yield "most for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S. Engines exchange KV only within a release, so groups"
+        yield "take turns; while no release has both roles, decode computes prompts alone. Each group keeps a spare pod"
         yield "until that has been idle for idleTimeoutSeconds."
     if any(one.group == HEAD and one not in old and not state.current(one) for one in state.pods):
         yield "The head keeps its old pod: without gcsFaultToleranceOptions, its deletion would end the cluster."

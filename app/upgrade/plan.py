@@ -110,8 +110,8 @@ class State:
         """Return the pods to replace in order: routers, engines, and the head, which a bad template
         must not end.
 
-        Groups of engines take turns by their share of replaced pods: engines exchange KV within one
-        release only, and each release should have some of both roles.
+        Groups of engines take turns by their share of replaced pods, so that each release has some
+        of both roles: engines exchange KV only within a release.
         """
         keeps_state = self.service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions")
         workers = [name for name in self.wanted if name != HEAD]

@@ -95,13 +95,13 @@ class RouterLimits(Frozen):
 
     request_timeout_s: Seconds = Field(
         3600.0,
-        description="deadline from a request's arrival to its whole answer, if not streamed; if the estimate exceeds "
-        "half of it, 429. Requests without a body: limit of the answer's body",
+        description="deadline from a request's arrival to its whole answer, if not streamed; 429 if the estimate, with "
+        "three times the expected decoding, exceeds half of it. Requests without a body: limit of the answer's body",
     )
     first_token_timeout_s: Seconds = Field(
         600.0,
-        description="deadline from the arrival of a streaming request to its first token, slot wait included. Requests "
-        "that would wait longer than about half of it get 429 ([overload](scaling.md#overload))",
+        description="deadline from the arrival of a streaming request to its first token, slot wait included. All "
+        "requests whose estimate exceeds half of it get 429 ([overload](scaling.md#overload))",
     )
     idle_timeout_s: Seconds = Field(
         300.0,

@@ -502,7 +502,7 @@ class WorkerRuntime:
         self._perform([Received(receive.request_id, reason)])
         self._perform(self._consumer.release(receive.transfer_id, receive.producer, now))
 
-    # Work and callbacks of other threads.
+    # Called by other threads.
 
     def _connected(self, incarnation: str, found: list[Partner]) -> None:
         with self._lock:
