@@ -174,7 +174,7 @@ class EnginePool:
         The engine may then have more sequences than slots: it refuses the call if it is full.
         """
         self.give_back(slot)
-        self._slots.add(name, slot.sequences)
+        self._slots.add(name, slot.sequences, slot.tokens)
         slot.replica_id, slot.served = name, False
 
     def record(self, slot: Slot, report: PrefillReport) -> None:

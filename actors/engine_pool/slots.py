@@ -112,6 +112,8 @@ class SlotRequest(NamedTuple):
     ``tokens``    tokens of KV to commit: prompt and expected answer
     ``priority``  requests with a lower value are served first, as in vLLM
     ``wait_s``    longest estimated wait in seconds; beyond it the request is refused
+    ``continues`` whether a stream continues: it waits neither for KV nor behind requests that have
+                  not begun
     """
 
     avoid: AbstractSet[str] = frozenset()
@@ -122,6 +124,16 @@ class SlotRequest(NamedTuple):
     tokens: int = 0
     priority: int = 0
     wait_s: float = math.inf
+    continues: bool = False
+
+    @property
+    def turn(self) -> tuple[bool, int]:
+        """Sort key of waiting requests, before the order of arrival."""
+        return not self.continues, self.priority
+
+    @property
+    def waits_for_kv(self) -> bool:
+        return self.tokens > 0 and not self.continues
 
 
 ANY = SlotRequest()
@@ -140,11 +152,15 @@ class FullReplica:
 
 @dataclass(frozen=True, slots=True)
 class UsableReplicas:
-    """Replicas that can grant a slot, with their ongoing sequences, also `full` ones to probe."""
+    """Replicas that can grant a slot, with their ongoing sequences, also `full` ones to probe.
+
+    ``kept``  replicas whose KV a waiting request will need
+    """
 
     free: dict[str, int]
     full: dict[str, int]
     engines: Mapping[str, EngineReplica]
+    kept: set[str]
 
 
 class SlotPool:
@@ -161,7 +177,7 @@ class SlotPool:
         self._full: dict[str, FullReplica] = {}
         self._leaving: set[str] = set()
         self._waiting: dict[asyncio.Future[str], SlotRequest] = {}
-        """Waiting requests in order of priority, then of arrival."""
+        """Waiting requests in order of `SlotRequest.turn`, then of arrival."""
         self._looking: asyncio.Task[None] | None = None
         self._turn = 0
 
@@ -201,7 +217,9 @@ class SlotPool:
 
     def take_now(self, wanted: SlotRequest = ANY) -> str | None:
         """Take slots on a replica and return its id; None if the request must wait."""
-        return None if self._waiting else self._grant(wanted, self._usable())
+        usable = self._usable()
+        self._serve_waiting(usable, wanted)
+        return self._grant(wanted, usable)
 
     async def take(self, wanted: SlotRequest = ANY) -> str:
         """Take slots and return the replica's id; wait without a deadline.
@@ -219,12 +237,11 @@ class SlotPool:
             self._rate.observe(0, True, _now())
         last = next(reversed(self._waiting.values()), wanted)
         self._waiting[slot] = wanted
-        if wanted.priority < last.priority:
-            self._waiting = dict(sorted(self._waiting.items(), key=lambda one: one[1].priority))
-        self._serve_waiting()  # earlier requests may wait for other engines
+        if wanted.turn < last.turn:
+            self._waiting = dict(sorted(self._waiting.items(), key=lambda one: one[1].turn))
         try:
             counted = 0 if wanted.part else sum(not one.part for one in self._waiting.values())
-            if not slot.done() and most is not None and counted > most:
+            if most is not None and counted > most:
                 raise OverloadedError(
                     f"{counted - 1} requests are waiting for an engine, so the queue is full; retry later"
                 )
@@ -248,17 +265,26 @@ class SlotPool:
         """Raise OverloadedError if the estimated wait for the slots is too long."""
         if wanted.wait_s == math.inf:
             return
-        ahead = sum(one.tokens for one in self._waiting.values() if one.priority <= wanted.priority)
-        wait_s, work_s = self._rate.wait_s(ahead + wanted.tokens), self._rate.wait_s(wanted.tokens)
+        usable, now = self._usable(), _now()
+        most = max((one.metadata.get("kv_tokens", 0) for one in usable.engines.values()), default=0)
+        tokens = min(wanted.tokens, most or wanted.tokens)
+        ahead = sum(one.tokens for one in self._waiting.values() if one.turn <= wanted.turn)
+        own = tokens
+        if not ahead:  # where a slot is free, only the KV that lacks must be released
+            lacking = self._lacking_kv(usable, wanted, now)
+            names = lacking.keys() - self._avoided(wanted, usable)
+            own = min((tokens - lacking[name] for name in names), default=tokens)
+        wait_s, work_s = self._rate.wait_s(ahead + own), self._rate.wait_s(tokens)
         if wait_s > wanted.wait_s:
             raise OverloadedError(
                 f"the request would wait about {wait_s:.0f} s for an engine, too long for its deadline; retry later",
                 self.returns.retry_s(work_s, wait_s - wanted.wait_s, _now()),
             )
 
-    def add(self, name: str, sequences: int) -> None:
+    def add(self, name: str, sequences: int, tokens: int) -> None:
         """Count slots of a call that decode sent to `name`, even above the engine's limit."""
         self._taken[name] += sequences
+        self._committed[name] += tokens
 
     def give_back(self, name: str, sequences: int = 1, served: bool = True, tokens: int = 0) -> None:
         """Release what a call holds, which the replica has `served` or not."""
@@ -295,7 +321,7 @@ class SlotPool:
 
     def _usable(self) -> UsableReplicas:
         # Serve's thread may replace the mapping of `look` at any time.
-        usable, now = UsableReplicas({}, {}, self._look()), _now()
+        usable, now = UsableReplicas({}, {}, self._look(), set()), _now()
         for name in usable.engines:
             self._add_usable(usable, name, now)
         return usable
@@ -312,10 +338,7 @@ class SlotPool:
 
     def _grant(self, wanted: SlotRequest, usable: UsableReplicas) -> str | None:
         """Take slots on the best replica of `usable`, and update it; None if no replica fits."""
-        avoid, identity = wanted.avoid, wanted.identity
-        if identity is not None:
-            avoid = avoid | {name for name, one in usable.engines.items() if one.identity != identity}
-        now = _now()
+        avoid, now = self._avoided(wanted, usable), _now()
         lacking = self._lacking_kv(usable, wanted, now)
         for replicas in (usable.free, usable.full):
             if ranked := rank(replicas, self._turn + 1, avoid | lacking.keys(), wanted.prefer):
@@ -323,8 +346,7 @@ class SlotPool:
         else:
             # Later requests that need less would otherwise overtake this one forever.
             if kept := max(sorted(lacking.keys() - avoid), key=lacking.__getitem__, default=None):
-                usable.free.pop(kept, None)
-                usable.full.pop(kept, None)
+                usable.kept.add(kept)
             return None
         name = ranked[0]
         self._turn += 1
@@ -337,27 +359,39 @@ class SlotPool:
         self._add_usable(usable, name, now)
         return name
 
+    @staticmethod
+    def _avoided(wanted: SlotRequest, usable: UsableReplicas) -> set[str]:
+        """Return the replicas that `wanted` cannot use, or must leave to an earlier request."""
+        avoid = {*wanted.avoid, *(usable.kept if wanted.waits_for_kv else ())}
+        if wanted.identity is not None:
+            avoid |= {name for name, one in usable.engines.items() if one.identity != wanted.identity}
+        return avoid
+
     def _lacking_kv(self, usable: UsableReplicas, wanted: SlotRequest, now: float) -> dict[str, int]:
         """Return the free tokens of KV of each usable replica that has too few for `wanted`.
 
-        Each sequence of another router is assumed to hold as much as one of `wanted`. An idle
-        replica always has enough. A stream that continues does not wait for KV.
+        Each sequence of another router is assumed to hold as much as one of this router's there. An idle
+        replica always has enough, and any for a sequence that no cache holds: vLLM refuses it.
         """
-        lacking = {}
-        for name in (*usable.free, *usable.full) if wanted.tokens and wanted.identity is None else ():
-            others = self._ongoing(name, now) - self._taken[name]
-            held = self._committed[name] + others * wanted.tokens // wanted.sequences
+        lacking: dict[str, int] = {}
+        if not wanted.waits_for_kv:
+            return lacking
+        for name in (*usable.free, *usable.full):
+            taken, held = self._taken[name], self._committed[name]
+            each = held // taken if taken else wanted.tokens // wanted.sequences
+            held += (self._ongoing(name, now) - taken) * each
             most = usable.engines[name].metadata.get("kv_tokens", 0)  # 0: unknown
-            if held and 0 < most < held + wanted.tokens:
+            if held and 0 < most < held + wanted.tokens and wanted.tokens <= most * wanted.sequences:
                 lacking[name] = most - held
         return lacking
 
-    def _serve_waiting(self) -> None:
+    def _serve_waiting(self, usable: UsableReplicas | None = None, until: SlotRequest | None = None) -> None:
+        """Grant slots of `usable`; only to requests whose turn is not after that of `until`."""
         if not self._waiting:
             return
-        usable = self._usable()
+        usable = self._usable() if usable is None else usable
         for slot, wanted in list(self._waiting.items()):
-            if not usable.free and not usable.full:
+            if (not usable.free and not usable.full) or (until is not None and wanted.turn > until.turn):
                 break
             if not slot.done() and (name := self._grant(wanted, usable)) is not None:
                 slot.set_result(name)

@@ -59,14 +59,15 @@ async def test_an_engine_that_arrives_with_another_identity_is_not_taken() -> No
 
 
 async def test_taking_without_a_wait() -> None:
-    """Not if there is no slot, and not before requests that wait."""
+    """Not if there is no slot, and not one that an earlier request may use."""
     here = SlotPool(lambda: engines(a=1))
     assert here.take_now() == "a"
     assert here.take_now() is None
     waiting = asyncio.create_task(here.take(SlotRequest(avoid={"a"})))
     await soon(waiting)
     here.give_back("a")
-    assert here.take_now() is None
+    assert here.take_now() == "a", "who waits cannot use it"
+    here.give_back("a")
     waiting.cancel()
     await asyncio.wait({waiting})
     assert here.take_now(SlotRequest(avoid={"a"})) is None
@@ -293,8 +294,7 @@ def with_kv(queue: int = 1000, **tokens: int) -> dict[str, EngineReplica]:
         ([60, 40, 1], [True, True, False]),
         ([60, 50, 10], [True, False, False]),  # later requests do not overtake one that needs more
         ([60, 0], [True, True]),
-        ([500, 1], [True, False]),  # more than there is: alone
-        ([1, 500], [True, False]),
+        ([500, 1], [True, False]),
     ],
 )
 async def test_kv_is_committed(wanted: list[int], granted: list[bool]) -> None:
@@ -315,8 +315,64 @@ async def test_one_that_needs_more_keeps_one_engine_free() -> None:
     assert await soon(large, later) == ["b", "b"]
     here.give_back("a", tokens=80)
     here.record_accepted("a", 3)
-    assert here.take_now(SlotRequest(tokens=30)) is None, "20, and 30 of each of the others"
+    assert here.take_now(SlotRequest(tokens=60)) is None, "20, and 20 of each of the others"
     assert here.take_now(SlotRequest(tokens=10)) == "a"
+
+
+def measure(here: SlotPool, tokens_per_s: int) -> None:
+    for second in range(30):
+        here._rate.observe(tokens_per_s if second else 0, True, now() - 30 + second)  # noqa: SLF001
+
+
+async def test_only_a_request_that_must_wait_is_refused() -> None:
+    """A request that waits for another engine delays nobody here, and neither does its work."""
+    fleet = with_kv(a=1000, b=1000)
+    here = SlotPool(lambda: fleet)
+    measure(here, 100)
+    assert await here.take(SlotRequest(prefer=["a"], tokens=900)) == "a"
+    waiting = asyncio.create_task(here.take(SlotRequest({"b"}, tokens=1000)))
+    assert await soon(waiting) == [None]
+    assert await here.take(SlotRequest(tokens=100, wait_s=1.0)) == "b"
+    with pytest.raises(OverloadedError, match=r"about (19|2\d) s"):
+        await here.take(SlotRequest({"b"}, tokens=1000, wait_s=1.0))
+    waiting.cancel()
+
+
+async def test_the_wait_for_kv_is_that_for_what_lacks() -> None:
+    here = SlotPool(lambda: with_kv(a=1000))
+    measure(here, 100)
+    await here.take(SlotRequest(tokens=100))
+    waiting = asyncio.create_task(here.take(SlotRequest(tokens=950, wait_s=1.0)))
+    assert await soon(waiting) == [None], "50 tokens lack: half a second"
+    with pytest.raises(OverloadedError):
+        await here.take(SlotRequest(tokens=200, wait_s=1.0))
+    waiting.cancel()
+
+
+async def test_a_stream_that_continues_waits_for_no_kv_and_for_nobody() -> None:
+    """Neither does a call that computes nothing."""
+    here = SlotPool(lambda: {"a": EngineReplica(RPC, 4, 100, {"kv_tokens": 100}, "a")})
+    await here.take(SlotRequest(tokens=60))
+    large = asyncio.create_task(here.take(SlotRequest(tokens=90)))
+    assert await soon(large) == [None]
+    assert await here.take(SlotRequest(tokens=80, continues=True)) == "a"
+    assert [await here.take(), await here.take()] == ["a", "a"]
+    later, continues = (asyncio.create_task(here.take(SlotRequest(continues=one))) for one in (False, True))
+    assert await soon(later, continues) == [None, None]
+    here.give_back("a", tokens=60)
+    assert await soon(large, later, continues) == [None, None, "a"]
+    for task in (large, later):
+        task.cancel()
+
+
+async def test_a_prompt_that_no_cache_holds_reaches_vllm() -> None:
+    """vLLM refuses it: it must not empty an engine first."""
+    here = SlotPool(lambda: with_kv(a=1000))
+    measure(here, 100)
+    await here.take(SlotRequest(tokens=10))
+    assert await here.take(SlotRequest(tokens=50_000, wait_s=1.0)) == "a"
+    here.give_back("a", tokens=50_000, served=False)
+    assert await here.take(SlotRequest(tokens=10, wait_s=1.0)) == "a"
 
 
 async def test_lower_priorities_wait_for_others() -> None:
