@@ -19,6 +19,8 @@ from configs.settings.auth import environment_operator_keys
 
 POLL_S = 1.0
 REQUEST_S = 30.0
+TRIES = 10
+"""Consecutive polls without an answer after which the command ends."""
 
 
 class DrainError(Exception):
@@ -46,10 +48,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def follow(options: argparse.Namespace) -> None:
-    """Drain the engine and return when it is empty; raise DrainError at the limit."""
-    began, printed = time.monotonic(), None
+    """Drain the engine and return when it is empty, or drained no longer; raise DrainError at the
+    limit.
+    """
+    began, printed, failed = time.monotonic(), None, 0
+    state = send(options, "POST")
     while True:
-        state = send(options, "POST")
         name, left, took_s = f"{state['role']} {state['replica']}", state["ongoing"], time.monotonic() - began
         if left != printed:
             print(f"  {took_s:.0f} s: {name} has {left} sequences left", flush=True)
@@ -59,6 +63,14 @@ def follow(options: argparse.Namespace) -> None:
             raise DrainError(f"{left} sequences run after {took_s:.0f} s; {name} stays drained: --undo")
         printed = left
         time.sleep(POLL_S)
+        try:
+            state, failed = send(options, "GET"), 0
+        except DrainError as error:  # for example, an answer that was late
+            failed += 1
+            if failed == TRIES:
+                raise DrainError(f"{error}; {name} stays drained") from None
+        if not state["drained"]:
+            raise DrainError(f"{name} accepts requests again: somebody has undone the drain")
 
 
 def send(options: argparse.Namespace, method: str) -> dict[str, Any]:

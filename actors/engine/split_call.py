@@ -80,6 +80,7 @@ class PrefillCall:
         self.candidate = candidate
         self.outcome: PrefillOutcome | None = None
         """Last outcome; None before the engine has accepted the call."""
+        self.accepted = False
         self.began_at = time.monotonic()
         self._order = order
         self._notices = notices
@@ -185,6 +186,7 @@ class PrefillCall:
         message: str = "",
     ) -> None:
         self.outcome = outcome
+        self.accepted = self.accepted or outcome == "accepted"
         if outcome != "accepted":
             self._timer.cancel()
         took_s = time.monotonic() - self.began_at
@@ -339,6 +341,8 @@ class SplitCall:
             if prefill.outcome == "rejected" or self._relayed or self._failures >= self._order.attempts:
                 self._candidates.clear()
             return reports
+        if prefill.accepted:  # it had waited in this engine's queue
+            self._refused_at = None
         self._refused_at = self._refused_at or time.monotonic()
         self._refusals += 1
         if prefill.outcome == "leaving":

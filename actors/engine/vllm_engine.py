@@ -452,7 +452,8 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, 
 def _frontend_digest(frontend: Mapping[str, Any], template: str | Mapping[str, str], config: "VllmConfig") -> str:
     """Return a digest of all but the model that turns a request into prompt and parameters."""
     model, output = config.model_config, config.structured_outputs_config
-    made_of = frontend, template, model.max_model_len, model.max_logprobs, model.get_diff_sampling_param(), str(output)
+    sampling = model.logits_processors, model.logprobs_mode, model.max_logprobs, model.get_diff_sampling_param()
+    made_of = frontend, template, model.max_model_len, sampling, str(output)
     return xxhash.xxh3_64_hexdigest(json.dumps(made_of, sort_keys=True, default=str).encode())
 
 

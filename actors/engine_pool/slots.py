@@ -370,8 +370,8 @@ class SlotPool:
     def _lacking_kv(self, usable: UsableReplicas, wanted: SlotRequest, now: float) -> dict[str, int]:
         """Return the free tokens of KV of each usable replica that has too few for `wanted`.
 
-        Each sequence of another router is assumed to hold as much as one of this router's there. An idle
-        replica always has enough, and any for a sequence that no cache holds: vLLM refuses it.
+        Each sequence of another router is assumed to hold as much as one of this router's there. An
+        idle replica has enough, and any for a sequence that no cache holds: vLLM refuses it.
         """
         lacking: dict[str, int] = {}
         if not wanted.waits_for_kv:

@@ -17,6 +17,9 @@ CROWDING_SHARE = 0.5
 LONG_ANSWER = 3.0
 """A request must meet its deadline with an answer that is this many times as long as expected."""
 
+LEAST_WAIT_S = 1.0
+"""Every request may wait this long: whatever is expected of it, it may still be served in time."""
+
 MEASURED_S = 30.0
 """Time constant of the decay of a measured rate, in seconds."""
 
@@ -43,7 +46,7 @@ def longest_wait_s(
     longest_s = share * first_token_s - begins_s
     if whole_s is not None and expected is not None:
         longest_s = min(longest_s, share * whole_s - begins_s - LONG_ANSWER * expected.decoding_s)
-    return max(longest_s, 0.0)
+    return max(longest_s, LEAST_WAIT_S)
 
 
 class ServiceRate:

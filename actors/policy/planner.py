@@ -177,11 +177,21 @@ class Planner:
         inflight.opened_stream_seconds = load.stream_seconds(now)
         inflight.opened_computed_tokens = load.computed_tokens
 
-    def ended(self, inflight: InflightRequest, now: float, answer_tokens: int = 0, broken: bool = False) -> None:
+    def ended(
+        self,
+        inflight: InflightRequest,
+        now: float,
+        answer_tokens: int = 0,
+        repeated_tokens: int = 0,
+        broken: bool = False,
+        interrupted: bool = False,
+    ) -> None:
         """Record the end of the legs; later reports about the request are ignored.
 
-        ``answer_tokens``  tokens in the decode engine's stream
-        ``broken``         whether decode may have no KV of the prompt, unless its stream was opened
+        ``answer_tokens``    tokens in the decode engine's stream
+        ``repeated_tokens``  those of them that another engine had sampled
+        ``interrupted``      whether another engine continues the answer
+        ``broken``           whether decode may have no KV of the prompt, unless it began a stream
         """
         if inflight.over:
             return
@@ -192,9 +202,10 @@ class Planner:
         else:
             self._later(partial(self._stores.add, inflight.decode, inflight.prompt))
         load = self._decode[inflight.decode]
-        if inflight.opened_at is not None and answer_tokens > 1 and now > inflight.opened_at:
-            self._observe_steps(inflight, load, answer_tokens, now)
-        if answer_tokens:
+        made = answer_tokens - repeated_tokens
+        if inflight.opened_at is not None and made > 1 and now > inflight.opened_at:
+            self._observe_steps(inflight, load, made, now)
+        if answer_tokens and not interrupted:
             kept = self._answers * (1 - 1 / REMEMBERED_ANSWERS)
             self._answer_tokens = (self._answer_tokens * kept + answer_tokens) / (kept + 1)
             self._answers = kept + 1

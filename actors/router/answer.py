@@ -313,12 +313,12 @@ class Answer:
             else:
                 dispatcher.decode_failed(error)
             if not transfer:
-                self.close()
+                self._attempt.close(splice.tokens, interrupted=True)
             try:
                 self._attempt = await dispatcher.open(splice.replay_log(), identity, transfer)
             finally:
                 if transfer:
-                    left.close(splice.tokens)
+                    left.close(splice.tokens, interrupted=True)
             start = self._attempt.start
             if not splice.sent:
                 self._first = self._attempt

@@ -49,6 +49,7 @@ class Attempt:
     def __init__(self, model: ModelRouter, prompt: Prompt, decision: Decision) -> None:
         self.decision = decision
         self.began_at = self.slots_at = time.monotonic()
+        self._repeated = 0
         """Monotonic times at which the attempt began and at which it had its slots."""
         self.prompt_tokens: int | None = None
         """Number of tokens of the prompt, if the prefill engine reports it; else None."""
@@ -122,6 +123,7 @@ class Attempt:
         assert self._slot is not None, "call `take` first"
         pool, slot = self._slot
         self.slots_at = time.monotonic()
+        self._repeated = sum(map(len, call.replay_log))
         if order is None:
             self.accounted.set()
         self.call = pool.dispatch(slot, call, self, order)
@@ -252,10 +254,11 @@ class Attempt:
             by_prefill=by_prefill,
         )
 
-    def close(self, tokens: int = 0, complete: bool = False) -> None:
+    def close(self, tokens: int = 0, complete: bool = False, interrupted: bool = False) -> None:
         """Cancel the running call, give back its slots, and report the end to the planner.
 
         ``tokens``    number of tokens of decode's answer
+        ``interrupted`` whether another attempt continues the answer
         ``complete``  whether the call has sent its answer: it then ends by itself, within LATE_S
         """
         if self._slot is not None:
@@ -279,7 +282,8 @@ class Attempt:
         self._give_back_prefill()
         self.accounted.set()
         if self._inflight is not None:
-            self._planner.ended(self._inflight, _now(), tokens, broken=not self._answered)
+            ended = partial(self._planner.ended, self._inflight, _now(), tokens, self._repeated)
+            ended(broken=not self._answered, interrupted=interrupted)
 
     def _close_late(self, tokens: int) -> None:
         try:

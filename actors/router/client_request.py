@@ -23,6 +23,7 @@ class ClientRequest:
     ``explain``     whether the client asked for the routing decision and the latency breakdown
     ``part``        whether it is a later prompt of a list, not counted as a waiting request
     ``crowds``      whether its API key has more than its share of the router's ongoing requests
+    ``sets_priority``  whether the client may set a priority (`router.client_priority`)
     ``arrived_at``  time at which the headers had arrived, on the monotonic clock; for a streamed
                     prompt of a list, time at which the router began to serve it
     ``read_at``     time at which the whole body had arrived, on the monotonic clock
@@ -36,6 +37,7 @@ class ClientRequest:
     explain: bool = False
     part: bool = False
     crowds: bool = False
+    sets_priority: bool = False
     arrived_at: float = field(default_factory=time.monotonic)
     read_at: float = field(default_factory=time.monotonic)
 
@@ -72,8 +74,10 @@ class ClientRequest:
     @property
     def priority(self) -> int:
         """Priority as vLLM reads it (`_get_priority` in vllm/entrypoints/generate/base/serving.py);
-        0 if vLLM refuses it.
+        0 if vLLM refuses it or the client may not set it.
         """
+        if not self.sets_priority:
+            return 0
         with suppress(KeyError, ValueError):
             return int(dict(self.headers)[b"x-vllm-priority"])
         given = self.body.get("priority")

@@ -79,6 +79,8 @@ class Dispatcher:
         self._seed = random.getrandbits(SEED_BITS) if self._prefill_samples and needs_seed(request.body) else None
         self._failed_prefill: set[str] = set()
         self._failed_decode: set[str] = set()
+        self._left_decode: set[str] = set()
+        """Ranks of the replica from which the stream moved last, which may accept calls again."""
         self._suspect_decode: set[str] = set()
         """Replicas that sent nothing for `silence_timeout_s`, perhaps because of the transfer.
 
@@ -171,9 +173,9 @@ class Dispatcher:
         self.model.metrics.retries.labels("decode", "unavailable").inc()
 
     def decode_leaves(self) -> None:
-        """Exclude the decode replica, which is stopping, with all its ranks."""
+        """Leave the decode replica, which is stopping or drained, with all its ranks."""
         if self._decode_replica is not None:
-            self._failed_decode |= self.model.decode.same_replica(self._decode_replica)
+            self._left_decode = self.model.decode.same_replica(self._decode_replica)
             self._decode_replica = None
 
     def prefill_failed(self, replica: str, error: UnavailableError) -> None:
@@ -318,6 +320,8 @@ class Dispatcher:
     def _avoided(self) -> set[str]:
         """Return the decode replicas excluded for this request."""
         excluded = self._failed_decode | self._suspect_decode | self._without_response
+        if self.model.decode.has_engines(excluded | self._left_decode):
+            excluded |= self._left_decode
         if self._identity is not None:
             excluded |= {name for name, own in self.model.decode.identities().items() if own != self._identity}
             # Most streams cannot continue with another chat template or `max_model_len`.
@@ -385,9 +389,10 @@ class Dispatcher:
         return attempt
 
     def _has_no_match(self, decode: Slot) -> bool:
-        """Return whether prefill replicas run that have not failed, but none like `decode`."""
-        running = self.model.prefill.identities().items()
-        identities = {identity for name, identity in running if name not in self._failed_prefill}
+        """Return whether usable prefill replicas accept calls, but none like `decode`."""
+        pool = self.model.prefill
+        accepting = (pool.ongoing() or {}).keys() - self._failed_prefill
+        identities = {identity for name, identity in pool.identities().items() if name in accepting}
         return bool(identities) and decode.engine.identity not in identities
 
     async def _choose_prefill(self, decision: Decision, identity: str | None) -> Slot | None:
@@ -406,7 +411,8 @@ class Dispatcher:
         self._decode_replica = None
         request, timeout_s = self.request, self.limits.replica_timeout_s
         # A stream that continues is never refused because many requests wait.
-        part = request.part or self._identity is not None
+        continues = self._identity is not None
+        part = request.part or continues or self._admitted
         wanted = SlotRequest(
             self._avoided(),
             decision.decode,
@@ -415,7 +421,8 @@ class Dispatcher:
             part,
             tokens=self._kv_tokens(decision),
             priority=request.priority,
-            wait_s=math.inf if part or self._admitted else self._longest_wait_s(decision),
+            wait_s=math.inf if part else self._longest_wait_s(decision),
+            continues=continues,
         )
         try:
             slot = await take_slot("decode", self.model.decode, timeout_s, wanted, queues=True)

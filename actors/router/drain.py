@@ -1,18 +1,19 @@
 """Drain one engine for an operator: it refuses new calls, and moves or hands back running ones."""
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 from actors.errors import LastEngineError, UnavailableError, UnknownEngineError
 from actors.router.model_router import ModelRouter
 
-logger = logging.getLogger(__name__)
+LAST_ENGINE = "no other decode engine of this model accepts calls; start one first"
 
 
-async def drain_engine(models: Sequence[ModelRouter], engine: str, on: bool, timeout_s: float) -> dict[str, Any]:
-    """Drain the engine whose replica id begins with `engine`, or undo that; return its state.
+async def drain_engine(models: Sequence[ModelRouter], engine: str, on: bool | None, timeout_s: float) -> dict[str, Any]:
+    """Drain the engine whose replica id begins with `engine`, or undo that, or (None) do neither.
+
+    Returns its state.
 
     Raises UnknownEngineError unless exactly one engine that answers has such an id, LastEngineError
     if the model has no other decode engine, UnavailableError if the engine does not answer.
@@ -29,12 +30,28 @@ async def drain_engine(models: Sequence[ModelRouter], engine: str, on: bool, tim
         names = ", ".join(sorted(f"{state['role']} {state['replica']}" for *_, state in states)) or "none"
         raise UnknownEngineError(f"{len(found)} engines have an id that begins with {engine!r}; engines: {names}")
     model, name, state = found[0]
-    if on and state["role"] == "decode":
-        others = [other for of, _, other in states if of is model and other is not state]
-        if not any(other["role"] == "decode" and not other["drained"] for other in others):
-            raise LastEngineError("no other decode engine of this model accepts calls; start one first")
+    if on in (None, state["drained"]):
+        return state
+    last = on and state["role"] == "decode"
+    if last and not await _others_accept(model, name, timeout_s):
+        raise LastEngineError(LAST_ENGINE)
     pool = model.pools[state["role"]]
     reply = (await pool.tell_all("drain", timeout_s, on, only=name)).get(name)
     if not isinstance(reply, dict):
         raise UnavailableError(f"the engine {name} does not answer; try again") from reply
+    if last and not await _others_accept(model, name, timeout_s):  # another drain at the same time
+        await pool.tell_all("drain", timeout_s, False, only=name)
+        raise LastEngineError(LAST_ENGINE)
     return reply
+
+
+async def _others_accept(model: ModelRouter, name: str, timeout_s: float) -> bool:
+    """Return whether a decode replica other than that of `name` accepts calls.
+
+    One of an earlier release does not know drains, and accepts.
+    """
+    pool = model.pools["decode"]
+    replies = await pool.tell_all("drain", timeout_s, None)
+    drained = [other for other, reply in replies.items() if isinstance(reply, dict) and reply["drained"]]
+    refusing = set[str]().union(*(pool.same_replica(one) for one in (name, *drained)))
+    return bool((pool.ongoing() or {}).keys() - refusing)

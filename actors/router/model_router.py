@@ -99,9 +99,10 @@ class ModelRouter:
         """
         identities = self.prefill.identities() | self.decode.identities()
         differ = len(set(identities.values())) > 1
-        # Prefer an identity with free prefill slots; if none is free, exclude none.
+        # Prefer an identity with free prefill slots; if none with decode is free, exclude none.
         full = self.prefill.full() if differ else set()
-        if not (self.prefill.ongoing() or {}).keys() - full:
+        able = self.decode.accepting()
+        if full and not any(identities.get(name) in able for name in (self.prefill.ongoing() or {}).keys() - full):
             full = set()
         decision = self.planner.decide(
             request.prompt,

@@ -255,8 +255,8 @@ class Router:
         named = [f"{model.names[0]}: {why}" if self._by_name else why for model, why in reasons if why is not None]
         return "; ".join(named) or None
 
-    async def drain(self, engine: str, on: bool) -> dict[str, Any]:
-        """Drain an engine, or undo that, as `drain_engine` does."""
+    async def drain(self, engine: str, on: bool | None) -> dict[str, Any]:
+        """Drain an engine, undo that or return its state, as `drain_engine` does."""
         return await drain_engine(self.models, engine, on, self.limits.metrics_timeout_s)
 
     async def engine_metrics(self) -> list[tuple[RoleName, str, str]]:

@@ -118,7 +118,16 @@ async def read_request(
             session = request.headers.get(limits.routing.session_header)
             crowds = bool(request.scope.get(CROWDS))
             found = ClientRequest(
-                endpoint, headers, raw, body, session, explain, crowds=crowds, arrived_at=arrived_at, read_at=read_at
+                endpoint,
+                headers,
+                raw,
+                body,
+                session,
+                explain,
+                crowds=crowds,
+                sets_priority=limits.client_priority,
+                arrived_at=arrived_at,
+                read_at=read_at,
             )
             await found.prepare()
     except TimeoutError:

@@ -97,7 +97,8 @@ def build_http(
         if not request.scope.get(OPERATOR, True):
             return forbidden()
         try:
-            return JSONResponse(await router.drain(request.path_params["engine"], request.method == "POST"))
+            on = {"POST": True, "DELETE": False}.get(request.method)
+            return JSONResponse(await router.drain(request.path_params["engine"], on))
         except TandemError as error:
             return error_response(error, router.limits.retry_after_s)
 
@@ -121,7 +122,7 @@ def build_http(
             Route("/metrics", metrics, methods=["GET"]),
             Route("/", page, methods=["GET"]),
             Route("/tandem/status", status, methods=["GET"]),
-            Route("/tandem/drain/{engine}", drain, methods=["POST", "DELETE"]),
+            Route("/tandem/drain/{engine}", drain, methods=["GET", "POST", "DELETE"]),
         ],
         exception_handlers={HTTPException: refuse_route, BadRequestError: refuse},
     )

@@ -52,12 +52,14 @@ class Replica:
     """A replica.
 
     `serve` answers its calls; `calls` are those that reach its engine. After `left` it can still be
-    chosen. An engine of `version` 1 ignores orders to call prefill.
+    chosen, while `stops()` it takes no calls. An engine of `version` 1 ignores orders to call
+    prefill.
     """
 
     name: str
     serve: Serve
     left: bool = False
+    stops: Callable[[], bool] = lambda: False
     identity: str = SOURCE.engine
     frontend: str = ""
     version: int = 2
@@ -280,7 +282,8 @@ class Handle:
         return self._slot(free, wanted.prefer)
 
     def _usable(self, avoid: Iterable[str], identity: str | None) -> list[Replica]:
-        return [one for one in self.replicas if one.name not in avoid and identity in (None, one.identity)]
+        usable = [one for one in self.replicas if not one.stops()]
+        return [one for one in usable if one.name not in avoid and identity in (None, one.identity)]
 
     def _slot(self, free: list[Replica], prefer: Sequence[str]) -> Slot:
         self._turn += 1

@@ -272,7 +272,7 @@ def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes
             return _Attempt(where, request, min(give_up_at, time.monotonic() + attempt_s)).ask(host, port, tls)
         except ssl.SSLCertVerificationError as error:
             raise PeerSecretError(where, "its secret differs from this engine's") from error
-        except (OSError, EOFError, asyncio.LimitOverrunError) as error:
+        except (OSError, EOFError) as error:
             if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
                 raise _tls_failure(error, where) from error
             if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:

@@ -113,6 +113,7 @@ class AdapterLoads:
         if adapter in before or len(before) < ADAPTERS_KEPT:
             self._identities[adapter] = content
         else:
+            logger.warning("Tandem: more than %d adapters were loaded: %s shares no KV", ADAPTERS_KEPT, adapter.path)
             content = UNKNOWN
         mixed = {each.path for each in before if each.number == adapter.number} - {adapter.path}
         if {content, *(identity for each, identity in before.items() if each.path == adapter.path)} != {content}:

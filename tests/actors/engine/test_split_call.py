@@ -122,6 +122,12 @@ async def stops(engine: PrefillEngine) -> AsyncGenerator[Any, None]:
     yield HANDED_BACK
 
 
+async def stops_late(engine: PrefillEngine) -> AsyncGenerator[Any, None]:
+    await asyncio.sleep(REFUSED_S)
+    async for item in stops(engine):
+        yield item
+
+
 async def is_drained(engine: PrefillEngine) -> AsyncGenerator[Any, None]:
     engine.server.refuse_calls(True)
     yield HANDED_BACK
@@ -251,6 +257,7 @@ def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DONE = ["accepted", "computed"]
+REFUSED_S = 0.2
 
 
 @pytest.mark.parametrize(
@@ -264,6 +271,12 @@ DONE = ["accepted", "computed"]
         pytest.param([is_drained, computes], {}, ["accepted", "full", *DONE], id="drained before it begins"),
         pytest.param([stops, computes], {}, ["accepted", "leaving", *DONE], id="stops before it begins"),
         pytest.param([stops], {}, ["accepted", "leaving", "no_prefill"], id="stops, alone"),
+        pytest.param(
+            ["full", stops_late, computes],
+            {"refused_s": REFUSED_S},
+            ["full", "accepted", "leaving", *DONE],
+            id="stops late, after a refusal",
+        ),
         pytest.param([answers(400), computes], {}, ["accepted", "rejected", "prefill_failed"], id="rejected"),
         pytest.param([answers(500), computes], {}, ["accepted", "failed", *DONE], id="HTTP 500"),
         pytest.param([dies, computes], {}, ["accepted", "failed", *DONE], id="its engine dies"),

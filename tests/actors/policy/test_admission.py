@@ -4,7 +4,15 @@ import random
 
 import pytest
 
-from actors.policy.admission import FEWEST_RELEASES, MOST_RETRY_S, SAFE_SHARE, Returns, ServiceRate, longest_wait_s
+from actors.policy.admission import (
+    FEWEST_RELEASES,
+    LEAST_WAIT_S,
+    MOST_RETRY_S,
+    SAFE_SHARE,
+    Returns,
+    ServiceRate,
+    longest_wait_s,
+)
 from actors.policy.choice import Estimate
 
 ONE = Estimate("d", "p", 100, 0, 100, queue_s=9.0, compute_s=1.0, handover_s=0.5, decoding_s=4.0, interference_s=0.0)
@@ -19,7 +27,8 @@ BEGINS_S = 1.5
         ((ONE, 10.0, None, True), SAFE_SHARE * 5 - BEGINS_S),  # the key has more than its share
         ((ONE, 10.0, 600.0), SAFE_SHARE * 10 - BEGINS_S),  # more time does not fill the queue
         ((ONE, 10.0, 33.0), SAFE_SHARE * 33 - BEGINS_S - 12),  # an answer three times as long
-        ((ONE, 1.0), 0.0),
+        ((ONE, 1.0), LEAST_WAIT_S),
+        ((ONE, 10.0, 20.0), LEAST_WAIT_S),
     ],
 )
 def test_the_longest_wait(arguments, wait_s):

@@ -81,6 +81,20 @@ def test_a_slow_prefill_engine_is_left_alone():
     assert planner.decide(ids(4000, 3 * 10**6), PQ, D, now).prefill == ("q", "p")
 
 
+def test_a_stream_that_moves_teaches_what_each_engine_made():
+    """400 tokens at 0.1 s: 300 on d, the rest, with those repeated, on e."""
+    planner = Planner(RoutingSettings())
+    for _ in range(30):
+        left, came = (planner.begin(ids(9), engine, None, 0.0) for engine in DE)
+        planner.opened(left, 0.0)
+        planner.ended(left, 30.0, 300, interrupted=True)
+        planner.opened(came, 30.0)
+        planner.ended(came, 40.0, 400, 300)
+    assert planner.answer_tokens(ids(9)) == pytest.approx(400, rel=0.05)
+    chosen = known(planner.decide(ids(9), {}, DE, 40.0).chosen)
+    assert chosen.decoding_s == pytest.approx(0.1 * planner.answer_tokens(ids(9)), rel=0.1)
+
+
 def test_slow_steps_and_slow_prompts_on_decode_are_learnt():
     """d takes 0.1 s for each token and 2 s for each prompt. Both are still costs of its role."""
     planner, now = Planner(RoutingSettings()), 0.0

@@ -35,6 +35,7 @@ class Full(Handle):
         ({"max_tokens": 10, "n": 3}, (), False, PROMPT + 30, 0, 1.0),
         ({"priority": 5}, (), True, PROMPT + ASSUMED, 5, CROWDING_SHARE),
         ({"priority": 5}, ((b"x-vllm-priority", b"-9"),), False, PROMPT + ASSUMED, -9, 1.0),
+        ({"priority": 5, "set": False}, ((b"x-vllm-priority", b"-9"),), False, PROMPT + ASSUMED, 0, 1.0),
         ({"priority": "5"}, ((b"x-vllm-priority", b"high"),), False, PROMPT + ASSUMED, 0, 1.0),
     ],
 )
@@ -43,7 +44,8 @@ async def test_what_a_request_commits(
 ) -> None:
     prefill, decode = Handle([]), Full([Replica("d", answers(200, {}))])
     router = router_of(LIMITS, prefill, decode)
-    one = replace(request(**body), headers=headers, crowds=crowds)
+    allowed = body.pop("set", True)
+    one = replace(request(**body), headers=headers, crowds=crowds, sets_priority=allowed)
     with pytest.raises(OverloadedError) as refused:
         async with router.answer(one):
             pass

@@ -23,10 +23,12 @@ CUT = 10
 
 
 class Stops:
-    """An engine whose stream moves after CUT tokens; it holds the KV until its call ends."""
+    """An engine whose stream moves after CUT tokens; it holds the KV until its call ends, and takes
+    no other.
+    """
 
     def __init__(self, transfer: dict[str, Any], cut: int = CUT) -> None:
-        self.transfer, self.cut, self.holds = transfer, cut, False
+        self.transfer, self.cut, self.holds, self.stops = transfer, cut, False, False
 
     async def __call__(self, call: Call, turn: int) -> AsyncGenerator[Any, None]:
         sent = 0
@@ -35,7 +37,7 @@ class Stops:
                 break
             yield item
             sent += sum(map(len, item.groups)) if isinstance(item, StreamChunk) else 0
-        self.holds = True
+        self.holds = self.stops = True
         yield Moved(self.transfer)
         try:
             await asyncio.sleep(60)
@@ -69,7 +71,7 @@ async def test_a_stream_moves(
         return run
 
     router, p, d = fleet([well], [*map(noted, others[::-1]), stops])
-    d.in_order = True
+    d.in_order, d.replicas[-1].stops = True, lambda: stops.stops
     ended = ""
     with suppress(TandemError):
         async with router.answer(request()) as answer:
@@ -81,6 +83,26 @@ async def test_a_stream_moves(
     assert [call.transfer for call in calls] == transfers
     assert held[:1] == [each is not None for each in transfers[:1]]
     assert router.metrics.value("tandem_resumed_streams_total", outcome=outcome) == 1
+
+
+class Returns(Stops):
+    """An engine that an operator drains, and undrains once its stream has moved."""
+
+    async def __call__(self, call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        serve = engine(3, [2]) if call.replay_log else super().__call__
+        async for item in serve(call, turn):
+            yield item
+
+
+async def test_a_stream_returns_to_an_engine_from_which_it_moved() -> None:
+    """Its drain was undone, and then the other engine was drained."""
+    first, second = Returns(TRANSFER), Stops(TRANSFER, 2 * CUT)
+    router, p, d = fleet([well], [second, first])
+    d.in_order, d.replicas[0].stops = True, lambda: second.stops
+    async with router.answer(request()) as answer:
+        assert said(await whole_body(answer))["text"] == "".join(f"<{token}>" for token in range(40))
+    await at_rest(p, d)
+    assert [len(replica.calls) for replica in d.replicas] == [1, 2]
 
 
 @pytest.mark.parametrize("frontends", [["own", "other"], ["other", "other"]], ids=["one alike", "none alike"])
