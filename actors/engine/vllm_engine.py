@@ -198,7 +198,7 @@ class VllmEngine:
         except BaseException:
             await engine.close()
             raise
-        frontend = _frontend_digest(settings.frontend, template, config)
+        frontend = frontend_digest(settings.frontend, template, config)
         engine.described = [described | {"frontend": frontend} for described in engine.described]
         llm.identities = [described.get("identity", "") for described in engine.described]
         return engine
@@ -449,7 +449,7 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, 
     )
 
 
-def _frontend_digest(frontend: Mapping[str, Any], template: str | Mapping[str, str], config: "VllmConfig") -> str:
+def frontend_digest(frontend: Mapping[str, Any], template: str | Mapping[str, str], config: "VllmConfig") -> str:
     """Return a digest of all but the model that turns a request into prompt and parameters."""
     model, output = config.model_config, config.structured_outputs_config
     sampling = model.logits_processors, model.logprobs_mode, model.max_logprobs, model.get_diff_sampling_param()
