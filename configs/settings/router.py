@@ -161,7 +161,8 @@ class RouterLimits(Frozen):
     client_priority: bool = Field(
         False,
         description="pass `X-Vllm-Priority` of clients to the engines, which use it with the engine argument "
-        "`scheduling_policy: priority`; false: drop it",
+        "`scheduling_policy: priority`, and order the router's queue by it or by a body's `priority`; "
+        "false: drop it",
     )
     first_token: Literal["prefill", "decode"] = Field(
         "decode",
