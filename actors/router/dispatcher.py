@@ -79,7 +79,7 @@ class Dispatcher:
         self._seed = random.getrandbits(SEED_BITS) if self._prefill_samples and needs_seed(request.body) else None
         self._failed_prefill: set[str] = set()
         self._failed_decode: set[str] = set()
-        self._left_decode: set[str] = set()
+        self._left_decode: AbstractSet[str] = frozenset()
         """Ranks of the replica from which the stream moved last, which may accept calls again."""
         self._suspect_decode: set[str] = set()
         """Replicas that sent nothing for `silence_timeout_s`, perhaps because of the transfer.
