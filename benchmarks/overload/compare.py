@@ -134,7 +134,7 @@ class Load:
 
     async def play(self, urls: dict[str, str]) -> dict[str, list[list[Reply]]]:
         """Send the same requests to each arm; return the replies to each when all have ended."""
-        dice, due, sent = random.Random(0), time.monotonic(), []
+        dice, due, sent = random.Random(f"{self.rate} {self.tries}"), time.monotonic(), []
         replies: dict[str, list[list[Reply]]] = {name: [] for name in urls}
         until = due + self.seconds
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
