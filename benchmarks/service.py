@@ -8,7 +8,8 @@ nixl         two stock vLLM servers with NixlConnector and a client that knows b
 vllm-router  one streaming HTTP request to vLLM's own router (Rust, prefill/decode mode) before the
              same servers; VLLM_ROUTER is its command
 ray-llm      one streaming HTTP request to Ray Serve LLM's own prefill/decode application
-             (``testing/ray_llm.py``); RAY_LLM is its Python
+             (``testing/ray_llm.py``, run if RAY_LLM is given) with NixlConnector; ray-llm-tandem
+             the same with TandemConnector
 
 Time to first token runs from the first byte sent to the first streamed token received. Requests
 alternate. The idle sides are stopped (``testing/processes.py``): all processes of the two servers
@@ -19,7 +20,6 @@ expense of Tandem and of the other sides.
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import tempfile
@@ -36,25 +36,15 @@ import psutil
 from benchmarks.engines import random_prompt
 from benchmarks.report import ratios, spread, summary, turns, write
 from benchmarks.router.arms import start_vllm_router
-from testing.environment import ENVIRONMENT
 from testing.models import benchmark_gemma3
 from testing.ports import free_port
 from testing.processes import Processes, free_cores
+from testing.ray_llm import start as start_ray_llm
 from testing.sequential_proxy import PRODUCE
 from testing.service_process import ServiceProcess, write_config
 from testing.vllm_server import start_vllm, stop, wait_until_up
 
 ANSWER_TOKENS = 8
-RAY_LLM_START_S = 400.0
-POLL_S = 0.5
-"""Interval between reads of the log of a process that takes minutes to start."""
-
-READY = "ray serve llm: ready"
-"""Line that `ray_llm.py` prints when its engines run.
-
-It runs in another environment and cannot be imported.
-"""
-
 ENGINE = {
     "max_model_len": 4096,
     "block_size": 32,
@@ -88,27 +78,6 @@ def through_nixl(prefill: str, decode: str) -> Send:
         return first_token_at(client, decode, body | {"kv_transfer_params": answer["kv_transfer_params"]})
 
     return send
-
-
-def start_ray_llm(stack: ExitStack, python: str, model: str, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """Start Ray Serve LLM's application in its own Ray cluster, and wait for its engines.
-
-    Raises RuntimeError with its log's end.
-    """
-    port, path = free_port(), folder / "ray-llm.log"
-    engine = json.dumps(ENGINE | {"dtype": "float32", "enforce_eager": True})
-    line = [python, "-m", "testing.ray_llm", model, str(port), engine]
-    with path.open("wb") as log:
-        environment = os.environ | ENVIRONMENT
-        process = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-    stack.callback(stop, [process])
-    give_up_at = time.monotonic() + RAY_LLM_START_S
-    # the application answers /v1/models long before it has an engine
-    while READY not in path.read_text(errors="replace"):
-        if process.poll() is not None or time.monotonic() > give_up_at:
-            raise RuntimeError(f"Ray Serve LLM did not start:\n{path.read_text(errors='replace')[-3000:]}")
-        time.sleep(POLL_S)
-    return process, f"http://127.0.0.1:{port}"
 
 
 def asleep(stack: ExitStack, processes: list[psutil.Process]) -> Processes:
@@ -158,9 +127,12 @@ def start_sides(stack: ExitStack, folder: Path, vllm_router: str, ray_llm: str) 
     if vllm_router:
         sides["vllm-router"] = theirs, through_router(router_url)
     if ray_llm:
-        peer, peer_url = start_ray_llm(stack, ray_llm, model, folder)
-        rays = engines(psutil.Process(peer.pid).children(recursive=True))
-        sides["ray-llm"] = asleep(stack, rays), through_router(peer_url)
+        engine = ENGINE | {"dtype": "float32", "enforce_eager": True}
+        for name, connector in (("ray-llm", "NixlConnector"), ("ray-llm-tandem", "TandemConnector")):
+            peer, peer_url = start_ray_llm(folder, model, engine, {"kv_connector": connector})
+            stack.callback(stop, [peer])
+            rays = engines(psutil.Process(peer.pid).children(recursive=True))
+            sides[name] = asleep(stack, rays), through_router(peer_url)
     return sides
 
 
@@ -189,6 +161,10 @@ def main(
             if name != "tandem":
                 over = "ratio" if name == "nixl" else f"ratio_over_{name.replace('-', '_')}"
                 row[over] = ratios(ours, samples[length, name])
+        if ray_llm:
+            row["ratio_of_connectors_in_ray_llm"] = ratios(
+                samples[length, "ray-llm-tandem"], samples[length, "ray-llm"]
+            )
         result[str(length)] = row
         print(f"{length} prompt tokens")
         for name, values in row.items():

@@ -63,11 +63,6 @@ class Estimate(NamedTuple):
     interference_s: float  # delay of other streams on the decode engine, summed
 
     @property
-    def kv_tokens(self) -> int:
-        """Prompt tokens whose KV the decode engine does not hold."""
-        return self.moved_tokens if self.prefill else self.uncached_tokens + self.loaded_tokens
-
-    @property
     def ttft_s(self) -> float:
         return self.queue_s + self.compute_s + self.handover_s
 
@@ -83,6 +78,7 @@ class Decision(NamedTuple):
     prefill: tuple[str, ...] = ()  # empty on the local route
     chosen: Estimate | None = None
     other: Estimate | None = None  # best option of the other route
+    kv_tokens: int = 0  # that prompt and expected answer add to those in use on decode
 
     @property
     def local(self) -> bool:

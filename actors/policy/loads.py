@@ -1,6 +1,6 @@
 """Unfinished work of this router: prompts and streams of one engine, and requests in flight."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -110,6 +110,7 @@ class EngineLoad:
         self.prompts = PromptQueue()  # not known to be computed
         self.calls: set[int] = set()  # keys of the requests with an open or expected call
         self.streams: set[int] = set()  # keys of the calls whose stream has started
+        self.pieces: Counter[int] = Counter()  # of the prompts of `calls`, on a decode engine
         self.computed_tokens = 0  # of prompts, by a decode engine for local streams
         self.failed_at: float | None = None  # last failed call
         self.silent_at: float | None = None  # end of a silent call; None once the engine computes
@@ -129,6 +130,13 @@ class EngineLoad:
     def streams_end(self, key: int, now: float) -> None:
         self.stream_seconds(now)
         self.streams.discard(key)
+
+    def forget_pieces(self, prompt: Prompt) -> None:
+        for passage in prompt.passages:
+            for piece in passage.pieces:
+                self.pieces[piece] -= 1
+                if not self.pieces[piece]:
+                    del self.pieces[piece]
 
     def failing(self, now: float) -> bool:
         failed = self.failed_at is not None and now - self.failed_at < FAILING_S

@@ -13,7 +13,7 @@ from itertools import count
 from actors.policy.choice import Asked, Candidate, Decision, Options, candidate, choose
 from actors.policy.costs import HANDOVER, LOCAL, PREFILL, STEP, Components, Costs, prompt_quantities
 from actors.policy.loads import EngineLoad, InflightRequest, Measured
-from actors.policy.prefixes import EngineStore, Prefixes, Stores
+from actors.policy.prefixes import EngineStore, Prefixes, Stores, held_pieces
 from actors.policy.prompts import ID_BYTES, PIECE_BYTES, Passage, Prompt
 from configs.settings.router import RoutingSettings
 
@@ -102,7 +102,8 @@ class Planner:
         )
         options = Options(self.prompt_tokens(prompt), self.answer_tokens(prompt), *candidates, self._costs, now)
         asked = Asked(whole, session, prefill is not None, prefill_failed, identities or {})
-        return choose(self.settings, options, asked)
+        decision = choose(self.settings, options, asked)
+        return decision._replace(kv_tokens=self._kv_tokens(prompt, decision))
 
     def _candidates(
         self, decode: Mapping[str, int], prefill: Mapping[str, int], prompt: Prompt, now: float
@@ -132,6 +133,8 @@ class Planner:
             streams=len(load.streams),
         )
         load.calls.add(inflight.key)
+        for passage in prompt.passages:
+            load.pieces.update(passage.pieces)
         engines: tuple[str, str | None, str | None] = (LOCAL, decode, None)
         if prefill is not None:
             load, engines = self._prefill[prefill], (PREFILL, None, prefill)
@@ -216,6 +219,7 @@ class Planner:
         load.prompts.drop(inflight.key, now)
         load.streams_end(inflight.key, now)
         load.calls.discard(inflight.key)
+        load.forget_pieces(inflight.prompt)
         if inflight.prefill is not None:
             self._prefill[inflight.prefill].prompts.drop(inflight.key, now)
             self._prefill[inflight.prefill].calls.discard(inflight.key)
@@ -239,6 +243,17 @@ class Planner:
     def prompt_tokens(self, prompt: Prompt) -> int:
         """Return the estimated number of prompt tokens, at least 1."""
         return max(sum(self._tokens(one, len(one.data)) for one in prompt.passages), 1)
+
+    def _kv_tokens(self, prompt: Prompt, decision: Decision) -> int:
+        """Return the tokens of KV that `prompt` and its expected answer add to decode.
+
+        A prefix that ongoing requests use is not added. Any other cached one is: vLLM counts its
+        blocks as free until a request uses them.
+        """
+        load = None if decision.chosen is None else self._decode.get(decision.chosen.decode)
+        pieces = () if load is None else load.pieces
+        shared = sum(self._tokens(one, PIECE_BYTES * held_pieces(pieces, one.pieces)) for one in prompt.passages)
+        return max(self.prompt_tokens(prompt) - shared, 1) + self.answer_tokens(prompt)
 
     def answer_tokens(self, prompt: Prompt) -> int:
         most = prompt.most_answer_tokens

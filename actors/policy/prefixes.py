@@ -6,7 +6,7 @@ beyond evictions and restarts, for all its engines (docs/decisions/0058).
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
 import xxhash
@@ -57,7 +57,7 @@ class Prefixes:
             if (pieces := self._caches.get(cache)) is None:
                 found.append(NOTHING)
                 continue
-            count = _held_pieces(pieces, passage.pieces)
+            count = held_pieces(pieces, passage.pieces)
             if (known := whole.get(count)) is None:
                 known = whole[count] = Held(count * PIECE_BYTES), passage.pieces[count - 1]
             held, before = known
@@ -101,7 +101,8 @@ class Prefixes:
             del self._caches[cache]
 
 
-def _held_pieces(pieces: _Pieces, wanted: tuple[int, ...]) -> int:
+def held_pieces(pieces: Container[int], wanted: tuple[int, ...]) -> int:
+    """Return how many of the first pieces in `wanted` are in `pieces`."""
     if not wanted or wanted[0] not in pieces:
         return 0
     if wanted[-1] in pieces:

@@ -419,7 +419,7 @@ class Dispatcher:
             request.sequences,
             self._identity,
             part,
-            tokens=self._kv_tokens(decision),
+            tokens=0 if request.endpoint in TOKENS_ONLY else decision.kv_tokens,
             priority=request.priority,
             wait_s=math.inf if part else self._longest_wait_s(decision),
             continues=continues,
@@ -444,13 +444,6 @@ class Dispatcher:
         if self._identity is None:
             self._frontend = slot.engine.frontend
         return slot
-
-    def _kv_tokens(self, decision: Decision) -> int:
-        """Return the KV tokens to commit: prompt tokens that decode lacks, and expected answer."""
-        if self.request.endpoint in TOKENS_ONLY:
-            return 0
-        prompt = decision.prompt_tokens if decision.chosen is None else decision.chosen.kv_tokens
-        return prompt + self.model.planner.answer_tokens(self.request.prompt)
 
     def _longest_wait_s(self, decision: Decision) -> float:
         """Return the longest estimated wait for a slot with which the request meets its deadlines.

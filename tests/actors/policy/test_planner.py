@@ -268,6 +268,24 @@ def test_how_large_a_request_is(body, prompt_tokens, answer_tokens):
     assert planner.decide(prompt, P, D, 0.0).decode == ("d",)
 
 
+def test_kv_to_commit():
+    """A prompt's cached KV was free until now, unless an ongoing request uses it."""
+    planner, prompt, longer = planner_of(), ids(640), ids(704)
+
+    def commits(one) -> int:
+        return planner.decide(one, P, D, 9.0).kv_tokens - planner.answer_tokens(one)
+
+    assert [commits(one) for one in (prompt, longer)] == [640, 704]
+    serve(planner, prompt, 0.0)
+    assert [commits(one) for one in (prompt, longer)] == [640, 704]
+    first, second = (planner.begin(prompt, "d", "p", 1.0) for _ in range(2))
+    assert [commits(one) for one in (prompt, longer, ids(640, 1))] == [1, 64, 640]
+    planner.ended(first, 2.0)
+    assert commits(longer) == 64
+    planner.ended(second, 2.0)
+    assert commits(longer) == 704
+
+
 def test_engines_to_avoid():
     decision = planner_of().decide(ids(100), PQ, DE, 0.0, avoid=frozenset("qd"))
     assert (decision.prefill, decision.decode) == (("p",), ("e",))
@@ -390,5 +408,6 @@ def test_any_day_ends_at_rest(days, seed):
             what(inflight, now + dice.random())  # in any order
     for inflight in open_requests:
         planner.ended(inflight, now + 1, dice.randrange(50))
+    assert not any(load.pieces for load in planner._decode.values())  # noqa: SLF001
     planner.decide(ids(9), {}, {}, now + 2)
     assert left(planner) == {"prefill": 0, "decode": 0, "pieces": 0}
