@@ -29,6 +29,9 @@ On two busy cores they need more than vLLM's 5 s. vLLM kills them after that tim
 of them ends just before (`actors/upstream/vllm_processes/kill_process_tree.py`).
 """
 
+SUPERVISOR = "the engines' supervisor"
+"""Token of tests for the connector's ``supervisor``."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -123,6 +126,32 @@ async def generate(
         for position in completion.logprobs or ()
     )
     return Answer(tuple(completion.token_ids), best, final.kv_transfer_params, final.num_cached_tokens)
+
+
+async def run_or_move(
+    engine: AsyncLLM,
+    prompt: Sequence[int],
+    extra: dict[str, Any],
+    max_tokens: int,
+    moves_at: int | None = None,
+    **sampling: Any,
+) -> tuple[list[int], dict[str, Any] | None]:
+    """Run a request to its end, or move it once it has this many tokens.
+
+    Return its tokens, and the parameters of its KV if it has moved. The engine has SUPERVISOR.
+    """
+    options = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
+    params = SamplingParams(**options | sampling, extra_args=extra)
+    request_id, final = uuid.uuid4().hex, None
+    async for output in engine.generate(TokensPrompt(prompt_token_ids=list(prompt)), params, request_id):
+        final = output
+        if moves_at is not None and len(output.outputs[0].token_ids) >= moves_at:
+            moves_at = None
+            (inner,) = engine.output_processor.external_req_ids.get(request_id) or [request_id]
+            move = {"do_remote_decode": True, "transfer_id": uuid.uuid4().hex, "move": inner}
+            await engine.notify_kv_transfer_request_rejected("move", move | {"supervisor": SUPERVISOR})
+    assert final is not None
+    return list(final.outputs[0].token_ids), final.kv_transfer_params
 
 
 @dataclass

@@ -20,7 +20,7 @@ from ray import serve
 from actors.adapter_records import AdapterRecords
 from actors.engine.arguments import why_no_first_token
 from actors.engine.asgi_call import Notices
-from actors.engine.moves import likeness, move_streams
+from actors.engine.moves import LOOK_S, likeness, move_streams
 from actors.engine.node_failures import dead_nodes_now, grace_s, watch_nodes
 from actors.engine.pair_warmup import (
     CALL_MARGIN_S,
@@ -36,12 +36,12 @@ from actors.engine.startup.serve_log import keep_serve_log
 from actors.engine.startup.start_progress import StartProgress
 from actors.engine.vllm_engine import VllmEngine
 from actors.engine_pool.engines import engine_names, ranked_metadata
-from actors.errors import EngineStartError, RefusedError
+from actors.errors import EngineStartError
 from actors.process import prepare_process
 from actors.request import Accepted, Call, Item, ResponseStart, StreamChunk
 from actors.rpc.client import Channels
 from actors.rpc.messages import RpcRequest
-from actors.rpc.server import RpcServer, replica_metadata
+from actors.rpc.server import HANDED_BACK, RpcServer, replica_metadata
 from actors.rpc.server_connection import ServedStream
 from actors.telemetry.engine_status import DRAINED, read_status
 from actors.tls import ReloadedTls, TlsFiles, rpc_files, server_context
@@ -52,9 +52,6 @@ from configs.settings.service import ServiceSettings
 logger = logging.getLogger(__name__)
 
 MOST_WARM = 1024
-
-HANDED_BACK = object()
-"""Notice to a prefill call to end, so that another engine computes its prompt."""
 
 
 class EngineActor:
@@ -256,7 +253,7 @@ class Prefill(EngineActor):
         ranks = zip(self._rank_metadata, self._producers, strict=True)
         return ranked_metadata([metadata | {"producer": asdict(producer)} for metadata, producer in ranks])
 
-    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[Item, None]:
+    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[Any, None]:
         """Serve a call alone, or compute a prompt for decode if it has a transfer id."""
         if request.transfer_id is None:
             return super().serve_request(rank, request, stream)
@@ -264,10 +261,8 @@ class Prefill(EngineActor):
 
     async def call_and_hold(
         self, rank: int, request: RpcRequest, transfer_id: str, stream: ServedStream
-    ) -> AsyncGenerator[Item, None]:
+    ) -> AsyncGenerator[Any, None]:
         """Serve a call, then keep it ongoing until decode cancels it, for at most `hold_s`.
-
-        Raises RefusedError if the prompt is handed back.
 
         The engine answers before decode has received the KV. The ongoing call makes a stopping
         replica wait for the handover, and the autoscaler counts it. A call that ends with an error
@@ -283,7 +278,8 @@ class Prefill(EngineActor):
                     if item is HANDED_BACK:
                         if computed:
                             continue
-                        raise RefusedError("this engine hands the prompt back, because it takes no new calls")
+                        yield item
+                        return
                     if isinstance(item, ResponseStart):
                         computed = item.status < HTTPStatus.BAD_REQUEST and not item.streams
                     computed = computed or isinstance(item, StreamChunk)
@@ -299,16 +295,22 @@ class Prefill(EngineActor):
                 await self.engine.discard(transfer_id, rank)
 
     async def _empty(self, rank: int, server: RpcServer) -> None:
-        """Hand back the latest prompts, as many as vLLM has not begun: the oldest begin first."""
+        """Hand back the latest prompts, as many as vLLM has not begun: the oldest begin first.
+
+        Looks again only after a step without the requests that were handed back.
+        """
+        told: set[str] = set()
         while True:
             await server.refuses.wait()
-            computing = list(self._computing[rank].values())
-            waiting = min(self.engine.waiting(rank), len(computing))
-            for notices in computing[len(computing) - waiting :]:
-                notices.put(HANDED_BACK)
-            if computing:
-                logger.info("rank %d hands back %d of %d prompts: it takes no new calls", rank, waiting, len(computing))
-            await server.accepts.wait()
+            computing, waiting = self._computing[rank], self.engine.take_waiting(rank)
+            if told:
+                told &= computing.keys()
+            elif waiting and computing:
+                told = set(list(computing)[-waiting:])
+                logger.info("rank %d hands back %d of %d prompts", rank, len(told), len(computing))
+                for transfer_id in told:
+                    computing[transfer_id].put(HANDED_BACK)
+            await asyncio.sleep(LOOK_S)
 
     async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
         """Return the `ProbeParams` of a probe on each rank whose engine id is not in `known`."""

@@ -320,9 +320,9 @@ class VllmEngine:
         except Exception as error:
             logger.warning("cannot discard transfer %s; its lease will expire: %r", transfer_id, error)
 
-    def waiting(self, rank: int = 0) -> int:
-        """Return the number of requests that vLLM had not begun at the last step."""
-        return self._llm.arrivals.waiting.get(rank, 0)
+    def take_waiting(self, rank: int = 0) -> int:
+        """Return how many requests vLLM had not begun at the last step; 0 until a further step."""
+        return self._llm.arrivals.waiting.pop(rank, 0)
 
     def movable(self, rank: int = 0) -> dict[str, int]:
         """Return the ids of the streams that may move, and how many tokens may follow in each."""

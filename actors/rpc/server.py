@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from actors.errors import CannotResumeError, EngineDownError, RefusedError
+from actors.errors import CannotResumeError, EngineDownError
 from actors.rpc.address import RpcAddress, enable_keepalive
 from actors.rpc.messages import KEEP, RpcFailure, RpcRequest
 from actors.rpc.protocol import NEWEST_VERSION
@@ -54,6 +54,10 @@ MOST_ROUTERS = 64
 """Maximum number of routers with a stored queue length."""
 
 
+HANDED_BACK = object()
+"""Item with which an engine ends a call that another engine shall serve; it has sent no answer."""
+
+
 class RpcServer:
     """RPC server of one engine.
 
@@ -80,9 +84,6 @@ class RpcServer:
         self._connections: set[ServerConnection] = set()
         self.refuses = asyncio.Event()
         """Set while the server refuses new calls: it stops, or an operator drains the engine."""
-        self.accepts = asyncio.Event()
-        """Set while the server accepts new calls."""
-        self.accepts.set()
         self._stops = False
         self._queued: dict[str, tuple[int, float]] = {}
         self._freed = asyncio.Event()
@@ -148,10 +149,8 @@ class RpcServer:
         """Refuse new calls, or accept them again; a stopping server accepts none."""
         if refuse:
             self.refuses.set()
-            self.accepts.clear()
         elif not self._stops:
             self.refuses.clear()
-            self.accepts.set()
 
     async def _keep(self) -> None:
         """Keep a stopping engine for the calling router; return at once if it refuses new calls."""
@@ -222,13 +221,16 @@ class RpcServer:
         try:
             async with aclosing(self._serve(request, stream)) as items:
                 async for item in items:
+                    if item is HANDED_BACK:
+                        # Before the engine aborts the request: decode computes the prompt when it
+                        # learns that the transfer has failed.
+                        stream.end(self._refused())
+                        break
                     await stream.send(item)
         except EngineDownError as error:
             return RpcFailure("engine_down", str(error))
         except CannotResumeError as error:
             return RpcFailure("cannot_resume", str(error))
-        except RefusedError:
-            return self._refused()
         except Exception as error:
             logger.exception(
                 "%s %s failed in this engine; sending the error to the router", request.call.method, request.call.path

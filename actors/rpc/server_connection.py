@@ -40,6 +40,7 @@ class ServedStream:
 
     done = False
     """Whether the caller has cancelled the call with the KV in place, or discards it itself."""
+    has_ended = False
 
     def __init__(self, connection: "ServerConnection", number: int, expects_refusal: bool) -> None:
         self.task: asyncio.Task[Any] | None = None
@@ -59,6 +60,11 @@ class ServedStream:
             while not self._connection.sent(self.number, piece, lazy):
                 self._credit = asyncio.get_running_loop().create_future()
                 await self._credit
+
+    def end(self, failure: RpcFailure) -> None:
+        """Send the end of the answer before the end of its task."""
+        self.has_ended = True
+        self._connection.end(self.number, failure)
 
     def credited(self) -> None:
         if self._credit is not None and not self._credit.done():
@@ -150,6 +156,10 @@ class ServerConnection(asyncio.Protocol):
             self._flush_soon(lazy)
         return True
 
+    def end(self, number: int, failure: RpcFailure | None, lazy: bool = False) -> None:
+        self._protocol.end(number, failure)
+        self._flush_soon(lazy)
+
     async def close(self, within_s: float) -> None:
         """Cancel the running calls and methods, send their EndStreams, and close the connection.
 
@@ -186,7 +196,7 @@ class ServerConnection(asyncio.Protocol):
 
         A callback of the task, because a task cancelled before its start runs no code.
         """
-        del self._streams[number]
+        stream = self._streams.pop(number)
         failure = None
         # Only a closing server's reason is read: a router that has cancelled ignores it.
         if task.cancelled():
@@ -202,8 +212,8 @@ class ServerConnection(asyncio.Protocol):
             return
         else:
             failure = task.result()
-        self._protocol.end(number, failure)
-        self._flush_soon(lazy=task.cancelled())  # nobody waits for the end of a cancelled stream
+        if not stream.has_ended:
+            self.end(number, failure, lazy=task.cancelled())  # nobody waits for the end of a cancelled stream
 
     def _flush_soon(self, lazy: bool) -> None:
         """Schedule `_flush`, so that one frame has the items of all streams of an engine step.

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from testing.emulated_gpu.steps import DOCTOR, STEPS, STORE
+from testing.emulated_gpu.steps import DOCTOR, STEPS, STORE, STREAMS
 
 HERE = Path(__file__).parent
 BUILD = Path("build/emulated-gpu").absolute()
@@ -73,7 +73,7 @@ def path() -> str:
 
 
 def main() -> int:
-    every = [KERNEL_TESTS, DOCTOR, *STEPS, STORE]
+    every = [KERNEL_TESTS, DOCTOR, *STEPS, STORE, STREAMS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"one of {json.dumps(every)}; all without one")
     parser.add_argument("--parallel", type=int, default=1, help="steps at a time")

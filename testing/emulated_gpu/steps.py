@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Callable
@@ -33,6 +34,7 @@ TOLERANCE = 5e-3
 """Tolerance of a logprob: Triton multiplies float32 in TF32."""
 TOKENS = 3
 STORE, STORED_S = "store", 10.0
+STREAMS, STREAM_TOKENS = "streams", 16
 DOCTOR = "doctor"
 
 
@@ -149,6 +151,53 @@ async def store(folder: Path) -> str:
     return found
 
 
+async def streams(folder: Path) -> str:
+    """End streams at random steps; continue them on another engine, in each of Tandem's ways."""
+    from actors.upstream.vllm_forced_tokens import FORCED_TOKENS, ForcedTokensV2
+    from connectors.protocol.params import EMITTED_TOKENS
+    from testing import models
+    from testing.engines import SUPERVISOR, run_or_move, start_engine
+    from testing.identity import random_prompt
+    from testing.trace import read_trace
+
+    model, trace, draw = models.gemma3(folder / "model"), folder / "trace.jsonl", random.Random(0)
+    transfer = {"supervisor": SUPERVISOR, "progress_s": 600.0, "lease_s": 1200.0, "trace_path": str(trace)}
+    forced = [f"{ForcedTokensV2.__module__}:{ForcedTokensV2.__name__}"]
+    source, target = (
+        start_engine(model, 1, "kv_consumer", transfer=transfer, logits_processors=forced, **EAGER) for _ in range(2)
+    )
+    seeded: dict[str, Any] = {"temperature": 1.0, "seed": 7, "presence_penalty": 0.5, "repetition_penalty": 1.2}
+    wrong, ended = [], []
+    for name, sampling in (("greedy", dict[str, Any]()), ("seeded", seeded)):
+        prompt = random_prompt(100, 1)
+        whole, _ = await run_or_move(source, prompt, {}, STREAM_TOKENS, **sampling)
+        for way in ("moved", "one prefill", "replayed"):
+            at = draw.randint(2, STREAM_TOKENS - 4)
+            sent = whole[:at]
+            extra: dict[str, Any] = {FORCED_TOKENS: sent}
+            if way == "one prefill":
+                extra = {EMITTED_TOKENS: sent[:-1], FORCED_TOKENS: sent[-1:]}
+            elif way == "moved":
+                sent, params = await run_or_move(source, prompt, {}, STREAM_TOKENS, at, **sampling)
+                extra = {EMITTED_TOKENS: sent, "kv_transfer_params": params}
+            more, _ = await run_or_move(target, prompt, extra, STREAM_TOKENS, **sampling)
+            answer = [*extra.get(EMITTED_TOKENS, ()), *more]
+            ended.append(f"{name} {way} at {len(sent)}")
+            if answer != whole:
+                wrong.append(f"{ended[-1]}: {answer} instead of {whole}")
+    received = [event["failure"] for event in read_trace(trace) if event["event"] == "received"]
+    clean = all([await engine.reset_prefix_cache() for engine in (source, target)])
+    for engine in (source, target):
+        engine.shutdown()
+    runner = source.vllm_config.use_v2_model_runner
+    found = f"V2 runner: {runner}; {len(ended) - len(wrong)} of {len(ended)} equal ({', '.join(ended)})"
+    assert not wrong, "; ".join((found, *wrong))
+    assert runner, found
+    assert received == [None] * 2, f"{found}, {received}"
+    assert clean, f"{found}, block pools NOT at baseline"
+    return found
+
+
 def doctor() -> str:
     """Run ``tandem doctor``, whose second transfer is between two processes' device memory."""
     from app.doctor.__main__ import examine
@@ -168,7 +217,8 @@ def main() -> int:
             if name == DOCTOR:
                 found = doctor()
             else:
-                found = asyncio.run(store(where) if name == STORE else run(STEPS[name], where))
+                others = {STORE: store, STREAMS: streams}
+                found = asyncio.run(others[name](where) if name in others else run(STEPS[name], where))
             print("FOUND", found, flush=True)
         except AssertionError as error:
             print("FOUND", " ".join(str(error).split()), flush=True)

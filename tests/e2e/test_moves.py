@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +13,12 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from vllm import SamplingParams, TokensPrompt
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from actors.engine.vllm_engine import VllmEngine
 from actors.request import Call, Endpoint, Moved
 from configs.settings.kv import TransferSettings
 from connectors.protocol.params import EMITTED_TOKENS
-from testing.engines import start_engine
+from testing.engines import SUPERVISOR, run_or_move, start_engine
 from testing.identity import prompts
 from testing.sse import said
 from testing.streams import KINDS, completion
@@ -32,7 +29,6 @@ from tests.e2e.two_engines import HEADERS, SETTINGS, NothingLeftError, start, st
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
-SUPERVISOR = "the engines' supervisor"
 TOKENS, STREAMS = 48, 16
 
 
@@ -57,21 +53,6 @@ CASES = {
 }
 
 
-async def run(engine: AsyncLLM, prompt: Sequence[int], extra: dict[str, Any], moves_at: int | None = None) -> Any:
-    """Run a greedy request to its end, or move it once it has this many tokens."""
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, extra_args=extra)
-    request_id, final = uuid.uuid4().hex, None
-    async for output in engine.generate(TokensPrompt(prompt_token_ids=list(prompt)), params, request_id):
-        final = output
-        if moves_at is not None and len(output.outputs[0].token_ids) >= moves_at:
-            moves_at = None
-            (inner,) = engine.output_processor.external_req_ids.get(request_id) or [request_id]
-            move = {"do_remote_decode": True, "transfer_id": uuid.uuid4().hex, "move": inner}
-            await engine.notify_kv_transfer_request_rejected("move", move | {"supervisor": SUPERVISOR})
-    assert final is not None
-    return list(final.outputs[0].token_ids), final.kv_transfer_params
-
-
 @pytest.mark.parametrize("name", CASES)
 async def test_a_moved_stream_is_that_of_one_engine(tmp_path: Path, name: str) -> None:
     """Streams move at random steps while others run; the other engine computes one token anew."""
@@ -89,14 +70,15 @@ async def test_a_moved_stream_is_that_of_one_engine(tmp_path: Path, name: str) -
     )
     try:
         todo = prompts(STREAMS, 700, seed=3)
-        references = await asyncio.gather(*(run(source, prompt, {}) for prompt in todo))
+        references = await asyncio.gather(*(run_or_move(source, prompt, {}, TOKENS) for prompt in todo))
 
         async def move(prompt: list[int], expected: list[int]) -> tuple[int, bool]:
-            sent, params = await run(source, prompt, {}, draw.randint(1, TOKENS - 4))
+            sent, params = await run_or_move(source, prompt, {}, TOKENS, draw.randint(1, TOKENS - 4))
             if params is None:
                 return TOKENS, sent == expected
             assert params["remote_num_tokens"] == len(prompt) + len(sent) - 1
-            more, _ = await run(target, prompt, {EMITTED_TOKENS: sent, "kv_transfer_params": params})
+            received = {EMITTED_TOKENS: sent, "kv_transfer_params": params}
+            more, _ = await run_or_move(target, prompt, received, TOKENS)
             return len(sent), [*sent, *more] == expected
 
         moved = await asyncio.gather(*(move(prompt, one) for prompt, (one, _) in zip(todo, references, strict=True)))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from actors.engine.asgi_call import Notices
-from actors.engine.engine_actor import HANDED_BACK, Prefill
+from actors.engine.engine_actor import Prefill
 from actors.engine.split_call import SplitCall
 from actors.errors import EngineDownError
 from actors.request import (
@@ -32,7 +32,7 @@ from actors.request import (
 from actors.rpc import client, protocol, server, server_connection
 from actors.rpc.client import Channels
 from actors.rpc.messages import PrefillCandidate, PrefillOrder, RpcFailure, RpcRequest
-from actors.rpc.server import RpcServer
+from actors.rpc.server import HANDED_BACK, RpcServer
 from actors.rpc.server_connection import ServedStream
 
 WAIT_S = 60.0
@@ -128,6 +128,17 @@ async def stops_late(engine: PrefillEngine) -> AsyncGenerator[Any, None]:
         yield item
 
 
+async def stops_and_aborts(engine: PrefillEngine) -> AsyncGenerator[Any, None]:
+    """Fail the transfer of a prompt that is handed back: decode computes the prompt."""
+    try:
+        async for item in stops(engine):
+            yield item
+    finally:
+        engine.computed.set()
+        await asyncio.sleep(ABORT_S)
+        engine.computed.clear()
+
+
 async def is_drained(engine: PrefillEngine) -> AsyncGenerator[Any, None]:
     engine.server.refuse_calls(True)
     yield HANDED_BACK
@@ -198,7 +209,10 @@ class World:
         try:
             split = TRANSFER_FIELD in json.loads(call.body)
             while split and not any(engine.computed.is_set() for engine in self.prefill):
-                yield (await notices.get())
+                if (notice := notices.pop()) is None:
+                    await asyncio.sleep(0.002)
+                else:
+                    yield notice
             while (notice := notices.pop()) is not None:
                 yield notice
             yield ResponseStart(200, EVENTS)
@@ -257,7 +271,7 @@ def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DONE = ["accepted", "computed"]
-REFUSED_S = 0.2
+REFUSED_S, ABORT_S = 0.2, 0.2
 
 
 @pytest.mark.parametrize(
@@ -270,6 +284,7 @@ REFUSED_S = 0.2
         pytest.param(["leaving"], {}, ["leaving", "no_prefill"], id="all leave"),
         pytest.param([is_drained, computes], {}, ["accepted", "full", *DONE], id="drained before it begins"),
         pytest.param([stops, computes], {}, ["accepted", "leaving", *DONE], id="stops before it begins"),
+        pytest.param([stops_and_aborts, computes], {}, ["accepted", "leaving", *DONE], id="its abort takes long"),
         pytest.param([stops], {}, ["accepted", "leaving", "no_prefill"], id="stops, alone"),
         pytest.param(
             ["full", stops_late, computes],
