@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import REGISTRY
-from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from actors.replay_log import KvArrivals, KvTimes
 from connectors.vllm_hma.connector import TandemConnector
@@ -153,26 +152,3 @@ def test_arrivals_that_nobody_asks_for_do_not_pile_up() -> None:
         whole.aggregate(step)
     assert len(whole.data["arrivals"]) == ARRIVALS_KEPT
     assert "r2999" in whole.data["arrivals"]
-
-
-def test_a_second_engine_of_a_process_registers_its_own(
-    metrics: TandemPromMetrics, registered: Callable[..., Any]
-) -> None:
-    """vLLM unregisters the metrics of the previous engine."""
-    unregister_vllm_metrics()
-    second = registered(TandemConnector)
-    tally = RankTally(0)
-    tally.write_ended("done")
-    observe(second, tally.take({}))
-    assert value("vllm:tandem_kv_writes_total", outcome="done") == 1
-
-
-def test_the_log_line_of_an_interval_adds_its_steps() -> None:
-    """vLLM itself adds the steps' stats up for its periodic line."""
-    steps = TandemStats(), TandemStats()
-    for stats in steps:
-        stats.count("requests", "received", 2)
-        stats.count("bytes", "0", 1_500_000)
-    rebuilt = [TandemConnector.build_kv_connector_stats(stats.to_dict()) for stats in steps]
-    assert rebuilt[0].aggregate(rebuilt[1]).reduce() == {"KV received": 4, "MB sent": 3.0}
-    assert TandemConnector.build_kv_connector_stats(None).is_empty()
