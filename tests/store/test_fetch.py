@@ -168,16 +168,6 @@ def test_lookups_without_an_answer_are_misses(make: Make) -> None:
     assert ended(fetch, store)[0] == 384
 
 
-def test_a_faster_tier_with_all_objects_needs_no_answer_of_a_slower_one(make: Make) -> None:
-    store = make(MemoryTier("memory", ALL), MemoryTier("disk", ALL))
-    memory, disk = lanes(store, "lookups", held=True)
-    memory.held = False
-    fetch = begun(store)
-    assert fetched(fetch).tier == "memory"
-    disk.run()
-    ended(fetch, store)
-
-
 def test_objects_without_a_name_are_missing(make: Make) -> None:
     """A group that is stored whole may need an object that ends after the prompt."""
     store = make(MemoryTier("disk", ALL))
@@ -227,15 +217,6 @@ def test_an_operator_may_prefer_loads_to_computation(make: Make) -> None:
     assert ended(begun(store), store)[0] == 384
     store.costs.transferred(1 << 40, 1.0)
     assert ended(begun(store, beside=True), store)[0] == 0, "a transfer computes nothing here"
-
-
-def test_what_could_not_be_read_for_want_of_room_measures_nothing(make: Make) -> None:
-    store = make(MemoryTier("disk", ALL), pages=1)
-    taken = store.staging.take(PAGE)
-    assert taken is not None
-    fetch = begun(store)
-    assert (fetched(fetch).end_token, fetch.declined) == (0, False)
-    assert store.costs.patience_s({"disk": 1}, 1e-12) == 1e-12
 
 
 PLANS = (
