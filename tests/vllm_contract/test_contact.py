@@ -325,22 +325,6 @@ def test_hellos_wait_in_bounded_number(worker: Make, monkeypatch: pytest.MonkeyP
     until(lambda: Peer("one more", 0) in answered)
 
 
-def test_a_hello_that_is_dropped_is_repeated(worker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    producer, consumer = worker("p"), worker("c")
-    hello_received = handshaker.Handshaker.hello_received
-    seen: list[Peer] = []
-
-    def drop_first(self: handshaker.Handshaker, sender: Peer, message: Hello) -> None:
-        if seen:
-            hello_received(self, sender, message)
-        seen.append(sender)
-
-    monkeypatch.setattr(handshaker.Handshaker, "hello_received", drop_first)
-    consumer.step(receives=[receive(producer.address)])
-    until(lambda: consumer.runtime.counts()["offered"] == 1)
-    assert seen == [CONSUMER] * 2
-
-
 @pytest.mark.parametrize(
     ("receiver", "sender", "taken"),
     [

@@ -194,19 +194,6 @@ def test_a_preemption_waits_for_unposted_slices(
     assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
 
 
-@pytest.mark.parametrize(
-    ("size_bytes", "runs", "seconds", "slow"),
-    [
-        (2**30, 1024, 0.6, True),
-        (2**30, 1024, 0.5, False),
-        (2**30, 16_384, 0.6, False),  # posting takes the time
-        (2**25, 32, 9.0, False),  # too small
-    ],
-)
-def test_a_slow_write(size_bytes: int, runs: int, seconds: float, slow: bool) -> None:
-    assert writes.is_slow(size_bytes, runs, seconds) == slow
-
-
 # ---- layers of a step --------------------------------------------------------------------------
 
 

@@ -39,7 +39,6 @@ from tests.vllm_contract.caches import (
     BLOCKS,
     CONTENT,
     HEADS,
-    WINDOW,
     cache_config,
     full,
     sliding,
@@ -49,33 +48,6 @@ from tests.vllm_contract.caches import (
 from tests.vllm_contract.memory_engines import MemoryRank, heads_of, memory_rank, transfer, whole_blocks
 
 # ---- translate -----------------------------------------------------------------------------------
-
-
-def test_layers_of_three_groups_on_two_tensors() -> None:
-    """Layers that share memory have one region; groups keep their own kind, window and pages. The
-    scheduler, which has no tensors, sees the same groups.
-    """
-    cache = cache_config((["s0", "s3"], sliding()), (["s1", "s4"], sliding()), (["f2", "f5"], full()))
-    tensors = views(cache)
-    layout = engine_layout(vllm_config(), cache, tensors, tp_rank=0)
-    assert [(g.kind, g.window_tokens, g.block_tokens) for g in layout.groups] == [
-        (GroupKind.SLIDING, WINDOW, BLOCK_TOKENS),
-        (GroupKind.SLIDING, WINDOW, BLOCK_TOKENS),
-        (GroupKind.FULL, None, BLOCK_TOKENS),
-    ]
-    seen, ours = (
-        [(g.index, g.kind, g.block_tokens, g.window_tokens) for g in groups]
-        for groups in (group_shapes(vllm_config(), cache), layout.groups)
-    )
-    assert seen == ours
-    bases = [tensors["s0"].data_ptr(), tensors["s3"].data_ptr()]
-    assert [(r.address, r.length_bytes) for r in layout.regions] == [(b, BLOCKS * BLOCK_ELEMENTS * 4) for b in bases]
-    assert [[pages.address for pages in group.layers[::2]] for group in layout.groups] == [bases] * 3
-    key, value = layout.groups[2].layers[2:]
-    assert [(part.layer, part.heads, part.total_heads) for part in (key, value)] == [("f5", HEADS, HEADS)] * 2
-    assert key.block_stride_bytes == key.page_bytes + value.page_bytes == BLOCK_ELEMENTS * 4
-    assert value.address - key.address == BLOCK_TOKENS * CONTENT * 4 // 2, "a head is K, then V"
-    assert [part.packing.split("/")[2] for part in (key, value)] == ["k", "v"]
 
 
 def test_specs_inside_a_uniform_group() -> None:

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from actors.replay_log import KvArrivals, KvTimes
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import ARRIVALS_KEPT, PEERS_KEPT, RankTally, TandemPromMetrics, TandemStats
 from tests.vllm_contract.workers import (
@@ -117,30 +116,6 @@ def test_peers_are_few(metrics: TandemPromMetrics) -> None:
     assert len(peers) == PEERS_KEPT
     assert {"busy", f"e{PEERS_KEPT + 9}"} <= peers
     assert value("vllm:tandem_kv_pair_bytes_total", peer="busy") == PEERS_KEPT + 10
-
-
-def test_kv_has_arrived_when_the_last_rank_has_it() -> None:
-    """A transfer starts with the first rank's request, and fails if it fails on one rank."""
-    ranks = RankTally(0), RankTally(1)
-    for rank, asked_at, ended_at in zip(ranks, (10.0, 11.0), (15.0, 14.0), strict=True):
-        rank.asked("r", asked_at)
-        rank.asked("s", asked_at)
-        rank.ended("r", ended_at, failed=False)
-    ranks[1].ended("s", 20.0, failed=True)
-    ranks[0].ended("s", 21.0, failed=False)
-    first, second = (rank.take({}) or TandemStats() for rank in ranks)
-    first.fetched("r", 9.0, 9.5)
-    found = carried(first.aggregate(second).to_dict())
-    arrivals = KvArrivals()
-    for request_id in ("r", "s", "never"):
-        arrivals.expect(request_id)
-    arrivals.observe(found)
-    arrivals.observe(None)
-    assert arrivals.take("r") == KvTimes((10.0, 15.0, False), (9.0, 9.5))
-    assert arrivals.take("s") == KvTimes((10.0, 21.0, True))
-    assert arrivals.take("never") == KvTimes()
-    arrivals.observe(found)
-    assert arrivals.take("r") == KvTimes(), "an unexpected transfer is not recorded"
 
 
 def test_arrivals_that_nobody_asks_for_do_not_pile_up() -> None:
