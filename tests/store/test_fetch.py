@@ -93,12 +93,6 @@ def test_objects_that_do_not_fit_into_staging_are_not_read(make: Make, pages: in
     assert len(tier.reads) == end // 128 + 2 * bool(end)
 
 
-def test_a_corrupt_state_costs_one_chunk_of_full_staging(make: Make) -> None:
-    """The slot of the chunk that is no longer needed has room for the earlier window and state."""
-    store = make(MemoryTier("disk", ALL, [ObjectRef(384, 2)]), pages=11)
-    assert ended(begun(store), store)[0] == 256
-
-
 def test_a_fetch_that_is_late_uses_what_it_has(make: Make) -> None:
     store = make(MemoryTier("disk", ALL))
     (reads,) = lanes(store, "reads", held=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -27,7 +25,7 @@ from connectors.store.tiers.staging import StagingLocation
 from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
-from connectors.vllm_hma.orders import Chunk, Expect, Orders
+from connectors.vllm_hma.orders import Orders
 from tests.campaigns.schedules.scheduling import Engine
 from tests.campaigns.store import scheduling
 from tests.planning.builders import Shape, make_engine
@@ -35,7 +33,6 @@ from tests.vllm_contract.stored_prompt import (
     CACHE,
     CHUNK,
     END,
-    FULL,
     PROMPT,
     RANK,
     Host,
@@ -44,7 +41,7 @@ from tests.vllm_contract.stored_prompt import (
     new_request,
     tables,
 )
-from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+from tests.vllm_contract.workers import until
 
 # ---- load or compute -----------------------------------------------------------------------------
 
@@ -101,23 +98,6 @@ def test_a_load_ends_when_the_computation_would_have_ended(host: Host, monkeypat
 
 
 # ---- prefix beside transfer ----------------------------------------------------------------------
-
-
-def test_full_attention_comes_from_the_store_and_the_rest_by_transfer(host: Host) -> None:
-    decode, request = begun(host, 48)
-    assert decode.load_prefix(request, tables(), 8, END) == 48
-    began_at, ended_at = decode.stats().data["fetches"]["r"]
-    assert began_at <= ended_at <= time.monotonic()
-    assert decode.stats().is_empty(), "reported once"
-    orders = decode.orders(SchedulerOutput.make_empty())
-    (load,) = orders.loads
-    assert (load.start_token, load.end_token, set(load.offsets)) == (8, 48, set(FULL[:3]))
-    worker = rank_of(host)
-    assert worker.load(orders) == set()
-    decode.take(worker.report() or StoreReport())
-    assert left(decode) == 0
-    decode.finished(request)
-    assert decode.remembered == 0
 
 
 def test_a_stored_prefix_ends_with_the_blocks_of_a_first_token_transfer(host: Host) -> None:
@@ -193,20 +173,6 @@ def test_a_copy_that_fails_breaks_no_request(host: Host) -> None:
     assert not report.broken
     decode.take(report)
     assert left(decode) == 0
-
-
-def test_only_the_rest_is_written(worker: Callable[..., Worker]) -> None:
-    """Tokens 0 to 3 are in the first block: the producer writes the second one only."""
-    producer, consumer = worker("p"), worker("c")
-    producer.cache[:] = 0xEE
-    consumer.cache[3] = 0x11
-    producer.step(expects=[Expect("q", "t", 6, DIGEST)], starts=["q"])
-    consumer.step(receives=[replace(receive(producer.address), loaded_token=4)])
-    until(lambda: producer.runtime.counts()["live"] == 1)
-    producer.step(chunks=[Chunk("q", ((1, 2),), 6, last=True)])
-    assert results(consumer) == (set(), {"r"}, set())
-    assert (consumer.cache[3] == 0x11).all()
-    assert np.count_nonzero(consumer.cache[5]) > 0
 
 
 @pytest.mark.parametrize(

@@ -181,20 +181,6 @@ def test_a_child_that_answers_late_is_chosen_then(make: Make) -> None:
     assert [each.allocated for each in scripted_of(connector)] == [[96], [0]]
 
 
-def test_tandem_beside_a_store(make: Make) -> None:
-    """A bound transfer offers all tokens but the last; more weight lets fewer tokens win."""
-    for weight, chosen in ((1, 0), (3, 1)):
-        connector = make(TandemMultiConnector, TANDEM, scripted(2 * BLOCK_TOKENS), load_weights=[1, weight])
-        asked = request(**BOUND, transfer_id="t")
-        connector.on_new_request(asked)
-        assert ask(connector, asked) == ((len(PROMPT) - 1, 0) if chosen == 0 else (2 * BLOCK_TOKENS, 1))
-        connector.update_state_after_alloc(asked, KVCacheBlocks(([],)), 0 if chosen else len(PROMPT) - 1)
-        # The transfer that was not chosen is released at once: prefill holds no blocks for it.
-        found = snapshot(tandem_of(connector, 0).scheduler)
-        assert found.consumptions == frozenset()
-        assert found.receptions == (frozenset() if chosen else {"r"})
-
-
 def test_a_store_is_waited_for_while_no_other_child_has_tokens(make: Make, tmp_path: Path) -> None:
     """A store's lookups answer in a later step, while a child without tokens answers at once."""
     settings = {"path": str(tmp_path / "store"), "chunk_tokens": 16, "lookup_s": 5.0}
