@@ -32,7 +32,6 @@ router          benchmarks.router.compare          the router, beside vllm-route
 overload        benchmarks.overload.compare     goodput over load, beside vllm-router and plain Ray Serve
 disconnects     benchmarks.router.disconnects      10,000 requests, half of whose clients disconnect
 open-streams    benchmarks.router.open_streams     10,000 open streams on a router; STREAMS=2000 MINUTES=1
-versions        benchmarks.router.versions         restarts with another RPC version under load; OLDER=checkout
 bookkeeping     benchmarks.bookkeeping             a decision of the router with 64 engines
 store           benchmarks.store                   the KV store: restarts, conversations, reads
 store-choice    benchmarks.store_choice            the store's choices over links and disks (root)

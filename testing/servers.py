@@ -24,7 +24,6 @@ import psutil
 from actors.engine.startup.start_log import root_cause
 from app.demo.paths import MODEL_DIR
 from testing import fork_server
-from testing.network_namespace import enter_network
 from testing.processes import free_cores
 from testing.vllm_server import start_module
 
@@ -34,15 +33,9 @@ POOL_BLOCKS = 448
 MODEL = "demo"
 
 
-def _serve(argv: list[str], environment: dict[str, str], log: str, network: str) -> None:
-    """Run a server in this process until the server ends.
-
-    ``log``      file to which stdout and stderr are appended
-    ``network``  path of the network namespace to enter; empty: this process's own
-    """
+def _serve(argv: list[str], environment: dict[str, str], log: str) -> None:
+    """Run a server in this process until the server ends; append its output to ``log``."""
     os.setsid()
-    if network:
-        enter_network(network)
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(sink, descriptor)
@@ -59,7 +52,6 @@ class Server:
 
     ``members``  processes of the current start by part: ``api``, ``core`` (and ``core1``, … with
                  data parallelism), ``rank0``, … (TP ranks of the first core, then of the next)
-    ``network``  path of the server's network namespace; empty: this process's own
     ``host``     address at which this process reaches the server
     ``options``  further arguments of the server
     ``forked``   whether the server forks from the fork server; False: it starts as a module, and
@@ -73,7 +65,6 @@ class Server:
     transfer: Mapping[str, object] | None
     environment: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
-    network: str = ""
     data_parallel_size: int = 1
     options: Sequence[str] = ()
     forked: bool = True
@@ -110,9 +101,7 @@ class Server:
             self._api = psutil.Process(started.pid)
             return
         fork_server.prepare()
-        process = fork_server.CONTEXT.Process(
-            target=_serve, args=(argv, dict(self.environment), str(self.log), self.network)
-        )
+        process = fork_server.CONTEXT.Process(target=_serve, args=(argv, dict(self.environment), str(self.log)))
         process.start()
         # Keep the process id: a fork server that is ending no longer tracks its children.
         self._api = psutil.Process(process.pid)

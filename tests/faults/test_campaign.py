@@ -31,6 +31,6 @@ async def test_promises_are_kept() -> None:
         fault = next(faults)
         chosen.setdefault(f"{fault.what} {fault.phase}", fault)
     report = Report("faults-in-the-suite", {})
-    await play(report, "tandem", iter(chosen.values()), lanes=1, linked=False, damage=0.0)
+    await play(report, "tandem", iter(chosen.values()), lanes=1, damage=0.0)
     assert {f"{row['what']} {row['phase']}" for row in report.rows} == WANTED
     assert report.problems == [], [row.get("logs") for row in report.rows]

@@ -35,20 +35,6 @@ def region(address: int, length: int, memory_kind: MemoryKind = HOST) -> Region:
     return Region(address, length, memory_kind)
 
 
-@pytest.mark.parametrize(
-    ("spans", "merged"),
-    [
-        ([(100, 50), (120, 50)], [(100, 70)]),  # overlapping views of one storage
-        ([(100, 50), (120, 10)], [(100, 50)]),  # one inside the other
-        ([(100, 20), (100, 50)], [(100, 50)]),  # one base, two lengths
-        ([(150, 50), (100, 50)], [(100, 50), (150, 50)]),  # touching: maybe two allocations
-        ([(100, 30), (120, 30), (140, 30)], [(100, 70)]),  # a chain
-    ],
-)
-def test_unique_regions_by_hand(spans: list[tuple[int, int]], merged: list[tuple[int, int]]) -> None:
-    assert unique_regions(region(*span) for span in spans) == tuple(region(*span) for span in merged)
-
-
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=12))
 def test_regions_hold_each_byte_once(spans: list[tuple[int, int]]) -> None:
     """They cover the bytes of the spans, do not overlap, and contain every span as a whole."""

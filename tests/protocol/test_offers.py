@@ -12,11 +12,8 @@ from connectors.protocol import producer as owner
 from connectors.protocol import production
 from connectors.protocol.actions import Send
 from connectors.protocol.delivery import MAX_EARLY, ConsumerPeer, Stage, Transfer, offer_problem
-from connectors.protocol.engines import Partner
-from connectors.protocol.params import EngineAddress
-from connectors.protocol.reception import Order, expected_bytes
-from connectors.protocol.wire import Aborted, Fin, Offer, Peer
-from tests.protocol.scripts import LIMITS, SHAPES, ProducerPlayer, Tally, blocks, tally
+from connectors.protocol.wire import Aborted, Offer, Peer
+from tests.protocol.scripts import LIMITS, SHAPES, ProducerPlayer, Tally, blocks
 
 NONE = blocks([], [])
 OFFER = Offer("t", 11, "digest", (blocks([0, 1, 2], [50, 51, 52]), blocks([2], [60]), blocks([0], [61])))
@@ -58,17 +55,6 @@ def test_a_freed_block_is_not_read() -> None:
     assert player.machine.progress("r", [[1, 0, 3], [4, 5, 6]], 12, 1.0) == [
         Send(Peer("c", 0), Aborted("t", "the prefill engine has freed a requested block"))
     ]
-
-
-def test_expected_bytes_by_hand() -> None:
-    order = Order(
-        "r", "t", EngineAddress("a", "host", 1), 9, "digest", (blocks([0, 1, 2], [4, 5, 6]), blocks([0], [7]))
-    )
-    groups = [Group(index, GroupKind.FULL, 4, None, ()) for index in (0, 1)]
-    peer, halves = Peer("a", 0), (UnitShape(2, 2, 2), SHAPES[1])
-    assert expected_bytes(groups, order, Partner(peer, SHAPES, (10, 1))) == 31
-    assert expected_bytes(groups, order, Partner(peer, halves, (10, 1))) == 51  # 9 tokens: five halves
-    assert expected_bytes(groups, replace(order, groups=(NONE, NONE)), Partner(peer, SHAPES, (10, 1))) == 0
 
 
 # ---- limits on early transfers -------------------------------------------------------------------
@@ -120,13 +106,6 @@ def test_the_end_of_an_early_transfer_makes_room() -> None:
 # ---- digests -------------------------------------------------------------------------------------
 
 OPEN = "0 expect\n0 offer 0 digest=yes"
-
-
-def test_fin_has_the_digest_of_all_writes() -> None:
-    player = ProducerPlayer()
-    player.play(f"{OPEN}\n1 progress 8 | write 0 1>50 2>51\n1 done 1 | alive 0 1 1\n2 progress 12 | write 0 3>52 6>60")
-    player.machine.write_posted(2, 11)
-    assert player.machine.write_done(2, 2.0) == [Send(Peer("c", 0), Fin("t", 31, tally("123", "6")))]
 
 
 @pytest.mark.parametrize("end", ["", "cancel 0", "preempted", "discard t", "left", "peer_lost 0", "broken 1"])

@@ -1,4 +1,4 @@
-"""Events of a producer, one script for each row and edge of its transition tables."""
+"""Events of a producer. Each script finds mutants that no other finds; `explore` has all orders."""
 
 import pytest
 
@@ -48,23 +48,6 @@ SCRIPTS = scripts("""
 39.9 counts | 1 remembered
 40 tick
 40 counts
-== new: an early transfer of a Cancel expires without a message
-0 cancel 0 | cancelled 0
-0 counts | 1 early
-20 tick
-20 counts | 1 remembered
-== new: a Cancel before the request ends the lease before it begins
-0 cancel 0 | cancelled 0
-1 expect
-2 progress 12
-3 held | sent r
-== held: a late offer gets everything at once
-10 offer 0 | write 0 1>50 2>51 3>52 6>60
-11 done 1 | fin 0 31, sent r
-== held two: all ranks are waited for; a Cancel closes a delivery as a Fin does
-3 offer 0 | write 0 1>50 2>51 3>52 6>60
-4 done 1 | fin 0 31
-5 cancel 1 | cancelled 1, sent r
 == open: a Fin waits for all writes, a Cancel for those in flight
 0.5 serves 0 | True
 1 progress 8 | write 0 1>50 2>51
@@ -75,13 +58,6 @@ SCRIPTS = scripts("""
 3 done 1 | cancelled 0
 3 serves 0 | False
 4 cancel 0 | cancelled 0
-== open: a write that was not posted aborts when all have ended
-1 progress 8 | write 0 1>50 2>51
-1 wants 1 | True
-2 progress 12 | write 0 3>52 6>60
-2.5 unposted 1
-3 done 2 | aborted 0
-4 held | sent r
 == open two: a failed write is never acknowledged
 1 progress 8 | write 0 1>50 2>51
 2 progress 12 | write 0 3>52 6>60
@@ -113,15 +89,6 @@ SCRIPTS = scripts("""
 5 suspects
 6 welcome 0
 6 cancel 0 | cancelled 0
-== open: a failed write is no sign of life
-1 progress 8 | write 0 1>50 2>51
-1 broken 1 | failed 0
-3 tick
-== open two: one rank's failure leaves the other's delivery alone
-0.5 offer 1
-1 progress 12 | write 0 1>50 2>51 3>52 6>60, write 1 1>50 2>51 3>52 6>60
-2 unposted 1 | aborted 0
-3 done 2 | fin 1 31
 == new: an offer ahead of its request that cannot be served
 0 offer 0 end=13
 1 expect | aborted 0
@@ -137,11 +104,6 @@ SCRIPTS = scripts("""
 == open: blocks that never come are missed
 1 progress 12 blocks=1 | write 0 1>50
 1 done 1 | aborted 0
-== open: a preemption during a write aborts
-1 progress 8 | write 0 1>50 2>51
-1.5 preempted r
-1.6 fenced r
-2 done 1 | aborted 0
 == open: a write that ends before the fence counts
 1 progress 8 | write 0 1>50 2>51
 1.5 preempted r
@@ -149,13 +111,6 @@ SCRIPTS = scripts("""
 1.6 done 1
 1.7 fenced r
 3 progress 12 | write 0 13>52 16>60, write 1 11>50 12>51 13>52 16>60
-== live: an offer before the fence waits for the recomputation
-1 progress 12
-1.5 preempted r
-1.55 offer 0
-1.6 fenced r
-3 progress 12 | write 0 11>50 12>51 13>52 16>60
-3.5 done 1 | fin 0 31
 == open late: late orders delay a Fin to the next step
 1 progress 12 | write 0 1>50 2>51 3>52 6>60
 1.2 done 1
@@ -173,11 +128,6 @@ SCRIPTS = scripts("""
 1.2 done 1
 1.3 held | fin 0 31, sent r
 1.4 orders_applied
-== open late: late orders: a request that leaves
-1 progress 12 | write 0 1>50 2>51 3>52 6>60
-1.2 done 1
-1.3 left | aborted 0
-1.4 orders_applied
 == live: layers leave during a step, and the rest at its end
 0.5 offer 0 digest=yes
 1 begin 8
@@ -194,46 +144,20 @@ SCRIPTS = scripts("""
 2.2 done 3
 2.3 done 4
 2.4 done 5 | fin 0 30 digest
-== live: a later write with other layers ends first
-0.5 offer 0 digest=yes
-1 begin 8
-1 layers 0 1 | write 0 1>50/0-1 2>51/0-1
-1.1 progress 8 | write 0 1>50/1-2 2>51/1-2
-1.2 done 2
-1.3 done 1 | alive 0 1 1
 == open: a preemption aborts a delivery with a part of a step's layers
 1 begin 8
 1 layers 0 1 | write 0 1>50/0-1 2>51/0-1
 1.1 preempted r
 1.2 done 1 | aborted 0
-== open: a lost rank ends its deliveries without a message
-1 peer_lost 0
-1 knows 0 | False
-2 progress 12
-3 held | sent r
 == open: a worker that returns finds its delivery ended
 1 peer_lost 0
 2 welcome 0
 3 progress 12
 4 held | sent r
-== held: a lost rank during a write
-3 offer 0 | write 0 1>50 2>51 3>52 6>60
-4 peer_lost 0
-4 tick | alive 0
-4 counts | 1 held, 1 writes
-5 broken 1 | sent r
-5 tick | forget 0
-6 tick
 == open: a transfer belongs to the first engine that names it
 1 offer d0 | aborted d0
 1 cancel d0 | cancelled d0
 2 progress 12 | write 0 1>50 2>51 3>52 6>60
-== open: an offer is valid once
-0.6 offer 0
-1 progress 12 | write 0 1>50 2>51 3>52 6>60
-1.5 done 1 | fin 0 31
-2 offer 0 | aborted 0
-2 await_start 0 | aborted 0
 == open: a request ends during a write: its final message waits
 1 progress 12 | write 0 1>50 2>51 3>52 6>60
 2 left
@@ -244,58 +168,11 @@ SCRIPTS = scripts("""
 30 done 1 | aborted 0
 60 tick
 60 counts
-== open: a Cancel of a request that has ended waits for its write
-1 progress 12 | write 0 1>50 2>51 3>52 6>60
-2 left
-22 cancel 0
-62 tick
-62 cancel 0
-70 done 1 | cancelled 0
-71 cancel 0 | cancelled 0
-== held: a discard of held blocks
-3 discard t | sent r
-4 offer 0 | aborted 0
-5 discard t
-== open two: a discard during the computation
-1 discard t | aborted 0
-1.5 offer 1 | aborted 1
-1.6 cancel 1 | cancelled 1
-2 progress 12
-3 held | sent r
-== held two: a discard does not end under a write
-3 offer 0 | write 0 1>50 2>51 3>52 6>60
-4 discard t
-5 done 1 | aborted 0, sent r
-== new: a discard before the request, and its offer
-0 offer 0
-1 discard t | aborted 0
-2 expect
-3 progress 12
-4 held | sent r
-40 tick
-40 counts
 == new: a discard before everything
 1 discard t
 1 offer 0 | aborted 0
 2 expect
 4 held | sent r
-== held: a lease expires
-21.9 tick
-22 tick | sent r
-23 offer 0 | aborted 0
-42 tick
-42 counts
-== held two: a lease ends for a rank that sent no offer
-3 offer 0 | write 0 1>50 2>51 3>52 6>60
-4 done 1 | fin 0 31
-22 tick | sent r
-== held: a lease does not end under a write
-21 offer 0 | write 0 1>50 2>51 3>52 6>60
-22 tick | alive 0
-30 done 1 | fin 0 31, sent r
-== open: a request that is not held
-1 left | aborted 0
-1 counts | 1 remembered
 == new: requests that this rank does not know
 0 held unknown | sent unknown
 0 left unknown
@@ -311,13 +188,6 @@ SCRIPTS = scripts("""
 2 held again | sent again
 3 left again
 3 counts | 1 live
-== held: an id of a held request, and of one that has ended
-3 expect again
-4 progress 12 again
-5 held again | sent again
-22 tick | sent r
-23 expect third
-24 held third | sent third
 == new: Alive goes to every open offer of a known request, every alive_s
 0 offer 0
 1 tick
@@ -334,11 +204,6 @@ SCRIPTS = scripts("""
 51 stepped
 52 tick | alive 0
 101 tick
-== new: an idle engine owes no steps
-0 stepped
-1000 expect
-1000 offer 0
-1049.9 tick | alive 0
 == live: a held request needs no step; a write without progress is no sign of life
 0 offer 0
 1 progress 12 | write 0 1>50 2>51 3>52 6>60
@@ -360,12 +225,6 @@ SCRIPTS = scripts("""
 3 offer 0 | write 0 1>50 2>51 3>52 6>60
 23 tick
 50 done 1 | aborted 0, sent r
-== open: a hanging write of a request that has ended
-1 progress 12 | write 0 1>50 2>51 3>52 6>60
-2 left
-21 tick
-21 counts | 1 writes, 1 remembered, 1 hanging
-99 unposted 1 | aborted 0
 == live: which units have arrived
 0.5 offer 0 digest=yes
 1 progress 4 | write 0 1>50
@@ -373,14 +232,6 @@ SCRIPTS = scripts("""
 1 progress 12 | write 0 3>52 6>60
 2 done 2
 2 done 1 | alive 0 1 1
-2 done 3 | fin 0 31 digest
-== live: in order
-0.5 offer 0 digest=yes
-1 progress 4 | write 0 1>50
-1 progress 8 | write 0 2>51
-1 progress 12 | write 0 3>52 6>60
-2 done 1 | alive 0 2 1
-2 done 2 | alive 0 1 1
 2 done 3 | fin 0 31 digest
 == new: a silent consumer is removed after forget_s
 10 cancel 1 | cancelled 1
@@ -415,14 +266,6 @@ SCRIPTS = scripts("""
 50 counts
 50 offer 0 number=4
 50 offer 1 number=3
-== held: an offer that arrives twice is never new
-3 offer 0 number=1 | write 0 1>50 2>51 3>52 6>60
-4 done 1 | fin 0 31, sent r
-24 tick
-24 counts
-25 expect r2 t
-26 progress 12 r2
-27 offer 0 number=1 | aborted 0
 == new: all open offers have at most the consumer's pool
 0 wide 0 60 a
 0 wide 0 60 b | aborted 0 b
@@ -435,43 +278,15 @@ SCRIPTS = scripts("""
 2 tick | starting 0
 2.5 offer 0 number=2
 3.5 tick | alive 0
-== asked: a queued prompt is alive
-0 serves 0 | True
-1 tick | alive 0
-50 tick
-== live: an AwaitStart after the start
-1 starting r
-3 await_start 0 | starting 0
 == live: an AwaitStart for held blocks, whose lease expires
 1 starting r
 1 progress 12
 2 held
 3 await_start 0 | starting 0
 22 tick | starting 0, aborted 0, sent r
-== new: an AwaitStart before the request
-0 await_start 0
-1 expect
-2 starting r | starting 0
-== live: a discard of held blocks whose consumer awaits the start frees them once
-1 starting r
-1 progress 12
-2 held
-3 await_start 0 | starting 0
-4 discard t | aborted 0, sent r
-4 busy | False
-== asked two: a consumer that leaves the queue
-1 cancel 0 t 2 | cancelled 0
-1 cancel 1 t 2 | cancelled 1
-2 progress 12
-3 held | sent r
-== asked: an aborted prompt ends the wait for its start
-1 left | aborted 0
 == asked: so does a discard
 1 discard t | aborted 0
 2 await_start 1 | aborted 1
-== live: and another consumer's transfer
-0 await_start d0
-1 await_start 0 | aborted 0
 """)
 
 

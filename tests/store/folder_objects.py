@@ -10,7 +10,7 @@ import numpy as np
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import HEADER_BYTES, ObjectName
 
-SPACE, OTHER_SPACE = b"a" * 16, b"b" * 16
+SPACE = b"a" * 16
 PAYLOAD = 4096 - HEADER_BYTES
 """Payload bytes of an object whose file fills one block of the file system."""
 

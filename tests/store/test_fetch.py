@@ -93,12 +93,6 @@ def test_objects_that_do_not_fit_into_staging_are_not_read(make: Make, pages: in
     assert len(tier.reads) == end // 128 + 2 * bool(end)
 
 
-def test_a_corrupt_state_costs_one_chunk_of_full_staging(make: Make) -> None:
-    """The slot of the chunk that is no longer needed has room for the earlier window and state."""
-    store = make(MemoryTier("disk", ALL, [ObjectRef(384, 2)]), pages=11)
-    assert ended(begun(store), store)[0] == 256
-
-
 def test_a_fetch_that_is_late_uses_what_it_has(make: Make) -> None:
     store = make(MemoryTier("disk", ALL))
     (reads,) = lanes(store, "reads", held=True)
@@ -168,16 +162,6 @@ def test_lookups_without_an_answer_are_misses(make: Make) -> None:
     assert ended(fetch, store)[0] == 384
 
 
-def test_a_faster_tier_with_all_objects_needs_no_answer_of_a_slower_one(make: Make) -> None:
-    store = make(MemoryTier("memory", ALL), MemoryTier("disk", ALL))
-    memory, disk = lanes(store, "lookups", held=True)
-    memory.held = False
-    fetch = begun(store)
-    assert fetched(fetch).tier == "memory"
-    disk.run()
-    ended(fetch, store)
-
-
 def test_objects_without_a_name_are_missing(make: Make) -> None:
     """A group that is stored whole may need an object that ends after the prompt."""
     store = make(MemoryTier("disk", ALL))
@@ -227,15 +211,6 @@ def test_an_operator_may_prefer_loads_to_computation(make: Make) -> None:
     assert ended(begun(store), store)[0] == 384
     store.costs.transferred(1 << 40, 1.0)
     assert ended(begun(store, beside=True), store)[0] == 0, "a transfer computes nothing here"
-
-
-def test_what_could_not_be_read_for_want_of_room_measures_nothing(make: Make) -> None:
-    store = make(MemoryTier("disk", ALL), pages=1)
-    taken = store.staging.take(PAGE)
-    assert taken is not None
-    fetch = begun(store)
-    assert (fetched(fetch).end_token, fetch.declined) == (0, False)
-    assert store.costs.patience_s({"disk": 1}, 1e-12) == 1e-12
 
 
 PLANS = (

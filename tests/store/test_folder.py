@@ -22,7 +22,6 @@ from connectors.store.tiers.objects import HEADER_BYTES
 from connectors.store.tiers.open_folder import OpenFolder
 from tests.store.folder_objects import (
     BLOCK,
-    OTHER_SPACE,
     disk_bytes,
     file_of,
     holds,
@@ -40,26 +39,6 @@ def tier(tmp_path: Path) -> FolderTier:
     made = FolderTier(tmp_path / "store", 100 * BLOCK, durable=False)
     made.open()
     return made
-
-
-def test_what_is_stored_is_read(tier: FolderTier) -> None:
-    for number, size in enumerate((1, 63, 4096, 100_000)):
-        assert write(tier, number, size=size)
-        assert holds(tier, number, size)
-    assert not write(tier, 0, size=1), "the object already exists"
-    assert not holds(tier, 99)
-    assert tier.used_bytes(soon()) == disk_bytes(tier)
-
-
-def test_another_model_at_the_same_path_sees_nothing(tier: FolderTier) -> None:
-    write(tier, 1)
-    assert not tier.find(name(1, OTHER_SPACE))
-    # Nor does it if files are copied over.
-    copied = file_of(tier, 1, OTHER_SPACE)
-    copied.parent.mkdir()
-    copied.write_bytes(file_of(tier, 1).read_bytes())
-    assert not tier.find(name(1, OTHER_SPACE))
-    assert holds(tier, 1)
 
 
 def flipped(data: bytearray, at: int) -> bytearray:
@@ -163,13 +142,6 @@ def test_a_prompt_loses_its_last_objects_first(tmp_path: Path, monkeypatch: pyte
     assert [number for number in range(6) if file_of(tier, number).exists()] == [0, 1, 4, 5]
 
 
-def test_a_use_within_a_period_changes_no_file(tier: FolderTier) -> None:
-    write(tier, 1)
-    before = file_of(tier, 1).stat()
-    assert holds(tier, 1)
-    assert file_of(tier, 1).stat().st_ctime_ns == before.st_ctime_ns or time.time() % 60 < 1
-
-
 @pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
 def test_objects_from_before_the_clock_was_set_back_go_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: bool
@@ -228,15 +200,6 @@ class FullDisk(Files):
         return super().create(folder, name, size_bytes)
 
 
-def test_new_objects_replace_old_ones_on_a_full_disk(tmp_path: Path) -> None:
-    tier = FolderTier(tmp_path, 100 * BLOCK, files=FullDisk(tmp_path, 4))
-    tier.open()
-    assert all(write(tier, number) for number in range(10))
-    assert [number for number in range(10) if holds(tier, number)] == [6, 7, 8, 9]
-    assert tier.counts.evicted == 6
-    assert tier.used_bytes(soon()) == disk_bytes(tier) == 4 * BLOCK
-
-
 def test_a_full_disk_evicts_objects_of_other_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second engine has read the index before the first one has filled the disk."""
     monkeypatch.setattr(folder, "_RESCAN_S", 0.0)
@@ -269,19 +232,6 @@ def test_a_disk_full_of_other_files_keeps_most_objects(tmp_path: Path) -> None:
 # ---- the usage file ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "data", [None, b"", b"garbage", bytes(40), bytes(range(40, 80))], ids=["gone", "empty", "short", "zeros", "other"]
-)
-def test_a_damaged_usage_file_is_counted_again(tier: FolderTier, data: bytes | None) -> None:
-    for number in range(5):
-        write(tier, number)
-    if data is None:
-        (tier.path / "usage").unlink()
-    else:
-        (tier.path / "usage").write_bytes(data)
-    assert tier.used_bytes(soon()) == disk_bytes(tier) == 5 * BLOCK
-
-
 def test_an_old_usage_file_is_corrected_by_the_next_start(tier: FolderTier) -> None:
     """The usage file has a wrong number with the right digest, as after a restore from a backup."""
     old = (tier.path / "usage").read_bytes()
@@ -292,32 +242,6 @@ def test_an_old_usage_file_is_corrected_by_the_next_start(tier: FolderTier) -> N
     again = FolderTier(tier.path, tier.budget_bytes)
     again.open()
     assert again.used_bytes(soon()) == 5 * BLOCK
-
-
-def test_a_closed_tier_opens_nothing_again(tier: FolderTier) -> None:
-    """Threads that return from a hanging disk find their tier closed.
-
-    The campaign found leaked descriptors.
-    """
-    write(tier, 1)
-    gc.collect()  # folders of earlier tests close with their last reference
-    descriptors = len(os.listdir("/proc/self/fd"))
-    tier.close()
-    with pytest.raises(StoreError, match="the store is closed"):
-        write(tier, 2)
-    assert len(os.listdir("/proc/self/fd")) == descriptors - 3
-
-
-def test_a_disk_that_fails_costs_only_the_store(tier: FolderTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(folder: OpenFolder, name: str, create: bool) -> OpenFolder:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(OpenFolder, "folder", fail)
-        with pytest.raises(StoreError, match="Input/output error"):
-            write(tier, 1)
-    assert tier.counts.failed_stores == 1
-    assert write(tier, 1)
 
 
 class Broken(Files):
@@ -363,18 +287,6 @@ def test_a_failed_write_of_the_usage_file_leaves_nothing(tier: FolderTier) -> No
     assert list((tier.path / "parts").iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert tier.used_bytes(soon()) == disk_bytes(tier) == BLOCK
-
-
-def test_nothing_is_written_below_the_mount_point_of_an_unmounted_disk(tier: FolderTier) -> None:
-    write(tier, 1)
-    tier.path.rename(tier.path.with_name("elsewhere"))
-    assert holds(tier, 1)
-    with pytest.raises(StoreError):
-        write(tier, 2)
-    tier.path.mkdir()
-    with pytest.raises(StoreError, match="replaced or unmounted"):
-        write(tier, 2)
-    assert list(tier.path.iterdir()) == []
 
 
 def test_foreign_files_among_the_models_take_only_their_bytes(tier: FolderTier) -> None:

@@ -32,38 +32,6 @@ def test_nothing_is_known_yet() -> None:
     assert costs.patience_s({DISK: MB}, costs.transfer_s(MB)) == math.inf
 
 
-def test_a_load_that_takes_as_long_is_not_waited_for() -> None:
-    costs = LoadCosts()
-    costs.read(DISK, 10 * MB, 0.05)
-    assert costs.patience_s({DISK: 20 * MB}, 0.1) == 0.0
-
-
-def test_the_fastest_transfer_counts_and_the_median_of_loads_and_steps() -> None:
-    """A transfer's time includes prefill's computation; the others' does not, but a machine may
-    pause.
-    """
-    costs = LoadCosts()
-    for seconds in (9.0, 1.0, 5.0):
-        costs.transferred(10 * MB, seconds)
-    for size, seconds in ((10, 2.0), (20, 2.0), (10, 90.0)):
-        costs.read(DISK, size * MB, seconds)
-    for tokens, seconds in ((100, 0.1), (300, 90.0), (300, 0.6)):
-        costs.computed(tokens, 500, seconds)
-    assert costs.transfer_s(MB) == pytest.approx(0.1)
-    assert takes(costs, {DISK: MB}, 0.2)
-    assert costs.compute_s(0, 50) == pytest.approx(0.1)
-
-
-def test_measurements_without_tokens_or_time_are_ignored() -> None:
-    costs = LoadCosts()
-    costs.computed(0, 0, 1.0)
-    costs.computed(100, 0, 0.0)
-    costs.copied(0, 1.0)
-    costs.transferred(0, 1.0)
-    assert costs.compute_s(0, 1) == costs.transfer_s(1) == math.inf
-    assert takes(costs, {DISK: MB}, 0.0)
-
-
 def test_late_tokens_of_a_prompt_cost_more() -> None:
     """1 ms a token, and 1 microsecond for each token of context: 1,000 tokens cost 1.5 s, the
     next 1,000 cost 2.5 s. A pause of the machine does not count.
@@ -74,23 +42,6 @@ def test_late_tokens_of_a_prompt_cost_more() -> None:
     costs.computed(200, 700, 90.0)
     assert costs.compute_s(0, 1000) == pytest.approx(1.5)
     assert costs.compute_s(1000, 2000) == pytest.approx(2.5)
-
-
-def test_steps_that_seem_cheaper_with_context_cost_the_same() -> None:
-    costs = LoadCosts()
-    for context, token_s in ((100, 3e-3), (500, 2e-3), (900, 1e-3)):
-        costs.computed(200, context, 200 * token_s)
-    assert costs.compute_s(0, 1000) == costs.compute_s(1000, 2000) == pytest.approx(2.0)
-
-
-def test_copies_are_a_part_of_loads() -> None:
-    """The disk alone needs 0.05 s, which is less than the alternative."""
-    costs = LoadCosts()
-    costs.read(DISK, 10 * MB, 0.05)
-    assert costs.patience_s({DISK: 10 * MB}, 0.06) == 0.06
-    costs.copied(10 * MB, 0.02)
-    assert takes(costs, {DISK: 10 * MB}, 0.07)
-    assert costs.patience_s({DISK: 10 * MB}, 0.06) == 0.0
 
 
 @pytest.mark.parametrize(("load_s", "loads"), [(0.02, 1), (0.001, 10)])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from connectors.store import fetch as fetch_module
 from connectors.store import service
 from connectors.store.fetch import Fetch
 from connectors.store.planning.prefix import ObjectRef
@@ -22,7 +21,7 @@ from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging
 from tests.campaigns.store import campaign
 from tests.campaigns.store.world import DISK_BUDGET, SIZES, SPACES, FaultyFiles, content, store_plan
-from tests.store.test_fetch import ALL, FULL, NEEDED
+from tests.store.test_fetch import ALL, FULL
 
 NAMES = {ref: ObjectName(SPACES[0], bytes([ref.group]) * 28 + ref.end_token.to_bytes(4, "big")) for ref in ALL}
 LIMITS = StoreSettings(lookup_s=60.0, load_s=60.0, store_s=60.0)
@@ -92,41 +91,6 @@ def fetched(store: KVStore, beside: bool = False) -> Fetch:
 def left(store: KVStore) -> int:
     until(store.idle)
     return store.staging.used_bytes
-
-
-def test_a_stored_prefix_is_loaded_by_another_engine(host: Host) -> None:
-    save(host.start(), *ALL)
-    store = host.start()
-    fetch = fetched(store)
-    assert fetch.end_token == 384
-    assert set(fetch.offsets) == set(NEEDED)
-    for ref, offset in fetch.offsets.items():
-        assert bytes(store.staging.view(offset, SIZES[ref.group])) == content(NAMES[ref], SIZES[ref.group])
-    fetch.close()
-    assert left(store) == 0
-    totals = store.totals()
-    assert totals["store_tokens"] == {"hit": 384, "miss": 116}
-    size = sum(SIZES[ref.group] for ref in NEEDED)
-    assert totals["store_loaded_bytes"] == {"memory": size, "disk": 0}
-    assert totals["store_loaded_seconds"]["memory"] > 0
-    assert not any(totals["store_problems"].values())
-
-
-def test_lookups_behind_a_slow_one_are_counted_as_late(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_module, "_LOOKUPS_PER_CALL", 1)
-    save(host.start(), *ALL)
-    find_all = FolderTier.find_all
-
-    def find_slowly(folder: FolderTier, names: Sequence[ObjectName]) -> list[bool]:
-        time.sleep(0.3)
-        return find_all(folder, names)
-
-    monkeypatch.setattr(FolderTier, "find_all", find_slowly)
-    store = host.start(lookup_s=0.2)
-    fetch = Fetch(store, NAMES, 0, 500)
-    until(store.idle)
-    assert fetch.poll()
-    assert store.counts["late_lookups"] >= 2 * len(ALL) - 2
 
 
 @pytest.mark.parametrize("calls", [("head", "read"), ("read",)])

@@ -53,7 +53,3 @@ def test_tiers_are_ordered_by_speed() -> None:
 def test_errors_name_the_key(given: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"^kv_connector_extra_config: {key}\b"):
         parse_settings(given)
-
-
-def test_an_integer_is_a_number() -> None:
-    assert parse_settings({"store": {"path": "/disk", "disk_gib": 2, "load_s": 3}}).load_s == 3.0

@@ -274,22 +274,6 @@ def loading() -> Iterator[Callable[..., Loading]]:
         engine.close()
 
 
-def test_a_request_goes_on_in_other_blocks(loading: Callable[..., Loading]) -> None:
-    """With enough blocks, no request waits for an answer; an idle engine gets the blocks back
-    with it.
-    """
-    engine = loading(60, "r", tokens=100)
-    engine.steps_until_over("r")
-    kept = engine.baseline - engine.pool.get_num_free_blocks()
-    assert kept == len(engine.ranks[0].quarantine[Kept("r", "tr")][1])
-    assert engine.scheduler.has_requests(), "an idle engine steps on, or would not receive the answer"
-    engine.answered = True
-    for _ in range(3):
-        engine.step()
-    engine.check_nothing_remains()
-    assert not engine.scheduler.has_requests()
-
-
 @pytest.mark.parametrize("blocks", [43, 46])
 @pytest.mark.parametrize(
     ("failing", "others", "later"),
@@ -307,29 +291,6 @@ def test_a_failed_load_does_not_wait_for_a_finished_one(
     for name in ("a", "b"):
         engine.ask(name, 200, loads=name not in others)
     engine.steps_until_over("a", "b")
-    engine.check_nothing_remains()
-
-
-def test_an_aborted_load_may_go_into_quarantine(loading: Callable[..., Loading]) -> None:
-    """vLLM keeps its blocks meanwhile. A failed request that does not fit beside them waits."""
-    engine = loading(44)
-    engine.failing, engine.silent = {"r"}, {"x"}
-    for name in ("r", "x"):
-        engine.ask(name, 200, loads=True)
-    while "x" not in engine.ranks[0].receives:
-        engine.step()
-    for rank in engine.ranks:
-        rank.receives["x"] += LOADS_STEPS
-    engine.scheduler.finish_requests("x", RequestStatus.FINISHED_ABORTED)
-    engine.ask("small", 5, loads=False)
-    engine.steps_until_over("small")
-    while not len(engine.connector.scheduler.quarantine):
-        engine.step()
-    engine.ask("later", 5, loads=False)
-    engine.steps_until_over("later")
-    assert engine.scheduler.requests["r"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    engine.answered = True
-    engine.steps_until_over("r", "x")
     engine.check_nothing_remains()
 
 
@@ -362,27 +323,6 @@ def test_a_request_larger_than_what_is_left(
     for _ in range(3):
         engine.step()
     engine.check_nothing_remains()
-
-
-def test_ranks_end_at_different_times(loading: Callable[..., Loading]) -> None:
-    """Blocks are kept from the first rank's report to the last one's; a rank may end before
-    another begins.
-    """
-    engine = loading(60)
-    quarantine, kept = engine.connector.scheduler.quarantine, Kept("r", "t")
-    engine.ask("r", 100, loads=True)
-    held: set[int] = set()
-    while not held:
-        engine.step()
-        held = {block for table in engine.scheduler.kv_cache_manager.get_block_ids("r") for block in table if block}
-    for report, count in (
-        (QuarantineReport(begun=[kept]), 1),
-        (QuarantineReport(ended=[kept]), 0),
-        (QuarantineReport(begun=[kept, kept], ended=[kept]), 1),
-        (QuarantineReport(ended=[kept]), 0),
-    ):
-        quarantine.take(report)
-        assert ({engine.pool.blocks[block].ref_cnt for block in held}, len(quarantine)) == ({1 + count}, count)
 
 
 # ---- emitted tokens ------------------------------------------------------------------------------

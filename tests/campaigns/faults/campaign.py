@@ -6,7 +6,6 @@ CPU only. Several lanes share a machine: most of a fault's time is spent on dead
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import signal
 import time
@@ -23,7 +22,6 @@ from tests.campaigns.faults.lane import START_S, Lane
 from tests.campaigns.faults.presets import connector as named
 from tests.campaigns.faults.questions import Questions, known
 from tests.campaigns.faults.schedule import Fault, FaultPair
-from tests.campaigns.hosts.engine_link import engine_link
 from tests.campaigns.runner import Report
 
 Faults = Iterator[Fault | FaultPair]
@@ -46,7 +44,7 @@ async def ask_plain_engine(folder: Path, damage: float = 0.0) -> Questions:
         plain.destroy()
 
 
-async def play(report: Report, which: str, todo: Faults, lanes: int, linked: bool, damage: float, **shape: Any) -> None:
+async def play(report: Report, which: str, todo: Faults, lanes: int, damage: float, **shape: Any) -> None:
     """Run lanes that take the next fault each, until the last one or SIGTERM."""
     task = asyncio.current_task()
     assert task is not None
@@ -78,11 +76,9 @@ async def play(report: Report, which: str, todo: Faults, lanes: int, linked: boo
         finally:
             lane.destroy()
 
-    async with contextlib.AsyncExitStack() as links, client() as http, asyncio.TaskGroup() as group:
+    async with client() as http, asyncio.TaskGroup() as group:
         for number in range(lanes):
-            link = links.enter_context(engine_link()) if linked else None
-            folder = report.folder / f"lane-{number}"
-            group.create_task(drive(Lane(named(which), folder, questions, http, link=link, **shape)))
+            group.create_task(drive(Lane(named(which), report.folder / f"lane-{number}", questions, http, **shape)))
 
 
 def _chosen(faults: Faults, count: int, only: str, minutes: float) -> Faults:
@@ -117,7 +113,7 @@ def faults(
     sizes, ranks = _sizes(tp), _sizes(dp)
     drawn: Faults = schedule.schedule(seed, (sizes[0] * ranks[0], sizes[1] * ranks[1]), match)
     todo = _chosen(drawn, count, only, minutes)
-    asyncio.run(play(report, connector, todo, lanes, False, damage, tp=sizes, dp=ranks, drafts=speculation))
+    asyncio.run(play(report, connector, todo, lanes, damage, tp=sizes, dp=ranks, drafts=speculation))
 
 
 def pairs(
@@ -131,6 +127,6 @@ def pairs(
     minutes: float = 1e6,
     damage: float = 0.0,
 ) -> None:
-    """Two faults at a time; the servers run in network namespaces, on a link that can be cut."""
+    """Two faults at a time."""
     todo = _chosen(schedule.pairs(seed, _sizes(tp)), count, only, minutes)
-    asyncio.run(play(report, "tandem", todo, lanes, True, damage, tp=_sizes(tp)))
+    asyncio.run(play(report, "tandem", todo, lanes, damage, tp=_sizes(tp)))

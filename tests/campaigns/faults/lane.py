@@ -28,7 +28,6 @@ from tests.campaigns.faults.presets import Connector
 from tests.campaigns.faults.questions import Questions
 from tests.campaigns.faults.schedule import Fault, FaultPair
 from tests.campaigns.faults.trials import Router, Trial, to_rank
-from tests.campaigns.hosts.engine_link import EngineLink
 
 START_S = 240.0
 LOOK_EVERY_S = 0.9
@@ -57,14 +56,11 @@ class Lane:
     tp: Sizes = (1, 1)
     dp: Sizes = (1, 1)
     drafts: bool = False
-    link: EngineLink | None = None
     prefill_tokens_per_s: float = 2000.0
     addresses: list[dict[str, Any]] = field(default_factory=list)
     sent: itertools.count[int] = field(default_factory=itertools.count)
     baseline: dict[str, int] = field(default_factory=dict)
     replaced_at: dict[str, float] = field(default_factory=dict)
-    mended_at: float = 0.0
-    cut_s: float = 0.0
     targets: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -75,11 +71,10 @@ class Lane:
         self.servers = {}
         options = SPECULATION if self.drafts else ()
         for (name, role), tp_size, dp_size in zip(sides, self.tp, self.dp, strict=True):
-            host = "" if self.link is None else self.link.address(name)
             # A data-parallel rank listens on the side channel's port plus its number.
             side_channel, *_ = [free_port() for _ in range(dp_size)]
-            transfer, environment = self.connector.server_arguments(role, side_channel, self.trace, host)
-            server = Server(
+            transfer, environment = self.connector.server_arguments(role, side_channel, self.trace)
+            self.servers[name] = Server(
                 name,
                 free_port(),
                 tp_size,
@@ -89,9 +84,6 @@ class Lane:
                 data_parallel_size=dp_size,
                 options=options,
             )
-            if self.link is not None:
-                server.network = self.link.network(name, server.port)
-            self.servers[name] = server
         self.prefill, self.decode = self.servers["prefill"], self.servers["decode"]
         self.router = Router(self.client, self.prefill.url, self.decode.url, self.connector.bound_s)
 
@@ -149,7 +141,6 @@ class Lane:
         """
         rng = random.Random(fault.seed)
         self.targets = set()
-        self.mended_at = self.cut_s = 0.0
         logs = {server.log: server.log.stat().st_size for server in self.servers.values()}
         traced_from = self.trace.stat().st_size
         started = time.monotonic()
@@ -175,9 +166,6 @@ class Lane:
             "seconds": round(time.monotonic() - started, 1),
             "failures": [_told(trial, outcome) for trial, outcome in judged if outcome is not Outcome.RIGHT],
         }
-        if self.link is not None:
-            # The next fault needs a working link.
-            self.link.mend()
         if record["findings"]:
             record["logs"] = [line for log, size in logs.items() for line in _troubles(log, size)]
             await self.start("prefill", "decode")
@@ -231,7 +219,7 @@ class Lane:
                     task.cancel()
             elif step.family != "none":
                 await self._break(step, rng, released, trials, work)
-        if any(step.family in ("kill", "stop", "cut") for step, _ in struck):
+        if any(step.family in ("kill", "stop") for step, _ in struck):
             self.repair = asyncio.ensure_future(self._mend(struck, rng))
         released.set()
         await _settled(work)
@@ -278,13 +266,9 @@ class Lane:
         trials: list[Trial],
         work: list[asyncio.Task[None]],
     ) -> None:
-        """Kill, stop or cut, and send more requests meanwhile."""
-        if fault.family == "cut":
-            assert self.link is not None
-            await asyncio.to_thread(self.link.cut)
-        else:
-            server = self.servers[fault.target]
-            server.signal(fault.part, signal.SIGKILL if fault.family == "kill" else signal.SIGSTOP)
+        """Kill or stop, and send more requests meanwhile."""
+        number = signal.SIGKILL if fault.family == "kill" else signal.SIGSTOP
+        self.servers[fault.target].signal(fault.part, number)
         if fault.family == "stop" and fault.target == "decode":
             self.router.pause()
         released.set()
@@ -294,7 +278,7 @@ class Lane:
         work += [asyncio.ensure_future(self._go(trial, rng.random() < 0.5)) for trial in more]
 
     async def _mend(self, struck: Sequence[tuple[Fault, float]], rng: random.Random) -> dict[str, Any]:
-        """Continue stopped servers and mend cut links at their time, then replace lost servers.
+        """Continue stopped servers at their time, then replace lost servers.
 
         Return the notes for the report.
         """
@@ -306,12 +290,7 @@ class Lane:
             for at, fault in sorted(passing, key=lambda each: each[0]):
                 await asyncio.sleep(max(0.0, at - time.monotonic()))
                 assert fault.resume_s is not None
-                if fault.family == "cut":
-                    assert self.link is not None
-                    await asyncio.to_thread(self.link.mend)
-                    self.mended_at, self.cut_s = time.monotonic(), fault.resume_s
-                else:
-                    self.servers[fault.target].signal(fault.part, signal.SIGCONT)
+                self.servers[fault.target].signal(fault.part, signal.SIGCONT)
                 told.setdefault("resumed_after_s", round(fault.resume_s, 1))
             if "decode" not in self.targets:
                 self.router.resume()
@@ -385,10 +364,8 @@ class Lane:
                 return Pool(name, now - last, held, bool(self.targets - {name}) and self.repair.done())
             held = blocks
             # The other engine's time starts at the replacement of the dead one.
-            since = max([last, self.mended_at, *(self.replaced_at[target] for target in self.targets)])
-            # TCP has doubled its retransmission timeout while the link was cut: it may try again
-            # this late.
-            if self.repair.done() and now - since > self.connector.held_s + self.cut_s:
+            since = max([last, *(self.replaced_at[target] for target in self.targets)])
+            if self.repair.done() and now - since > self.connector.held_s:
                 break
             await asyncio.sleep(LOOK_EVERY_S)
         return Pool(name, None, held, silent=silent)

@@ -41,14 +41,8 @@ class Connector:
     side_channel_variable: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def server_arguments(
-        self, role: str, port: int, trace: Path, host: str = ""
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return ``--kv-transfer-config`` and environment of a server with side channel ``port``.
-
-        ``host`` is the server's address on a link between the two; without one both use the
-        loopback.
-        """
+    def server_arguments(self, role: str, port: int, trace: Path) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return ``--kv-transfer-config`` and environment of a server; ``port``: side channel."""
         extra = dict(self.transfer.get("kv_connector_extra_config", {}))
         environment = dict(self.environment)
         if self.side_channel:
@@ -57,10 +51,6 @@ class Connector:
             environment[self.side_channel_variable] = str(port)
         if self.traces:
             extra["trace_path"] = str(trace)
-        if host:
-            extra["side_channel_host"] = host
-            # Shared memory would bypass the link. An engine's own ranks use the loopback.
-            environment |= {"UCX_TLS": "tcp,self", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         config = dict(self.transfer) | {"kv_role": f"kv_{role}", "kv_connector_extra_config": extra}
         return config, environment
 

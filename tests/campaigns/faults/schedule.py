@@ -81,8 +81,6 @@ class Fault:
                 return "client closes the connection" + (f" of {self.variant}" if self.variant else "")
             case "reference":
                 return f"reference {self.variant}"
-            case "cut":
-                return f"link cut, mended {'soon' if (self.resume_s or 0) < 2 else 'late'}"
         return "no fault"
 
     @property
@@ -201,7 +199,7 @@ def kinds(tp_sizes: tuple[int, int]) -> list[Fault]:
         found += [Fault(0, "kill", target, part, "") for part in ("tree", "core", rank)]
         found += [Fault(0, "stop", target, "tree", "", resume_s=soonest) for soonest in (SOON_S[0], LATE_S[0], None)]
         found.append(Fault(0, "stop", target, rank, "", resume_s=LATE_S[0]))
-    return found + [Fault(0, "cut", "link", "", "", resume_s=soonest) for soonest in (SOON_S[0], LATE_S[0])]
+    return found
 
 
 def pair_cells(tp_sizes: tuple[int, int]) -> list[tuple[Fault, Fault]]:
@@ -216,12 +214,9 @@ def pair_cells(tp_sizes: tuple[int, int]) -> list[tuple[Fault, Fault]]:
 
 
 def _hard(first: Fault, second: Fault) -> bool:
-    """Return whether a write may arrive late: a stopped rank with a killed core, or a cut link
-    and a cancelled request.
-    """
+    """Return whether a write may arrive late: a stopped rank with a killed core."""
     both = {(each.family, each.target, each.part.rstrip("0123456789")) for each in (first, second)}
-    stopped_and_killed = both == {("stop", "prefill", "rank"), ("kill", "prefill", "core")}
-    return stopped_and_killed or {family for family, _, _ in both} == {"cut", "cancel"}
+    return both == {("stop", "prefill", "rank"), ("kill", "prefill", "core")}
 
 
 def pairs(seed: int, tp_sizes: tuple[int, int]) -> Iterator[FaultPair]:

@@ -17,7 +17,7 @@ _TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
-def forwarded_port(pid: int, address: str, port: int, local: int = 0) -> Iterator[int]:
+def forwarded_port(pid: int, address: str, port: int) -> Iterator[int]:
     """Forward to ``address:port`` as the process ``pid`` sees it; yield the local port."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -29,7 +29,7 @@ def forwarded_port(pid: int, address: str, port: int, local: int = 0) -> Iterato
         writer.close()
 
     async def listen() -> asyncio.Server:
-        return await asyncio.start_server(serve, "127.0.0.1", local, backlog=128)
+        return await asyncio.start_server(serve, "127.0.0.1", 0, backlog=128)
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

@@ -3,7 +3,7 @@
 Ray nodes with the labels of the Kubernetes overlays, one engine each, stand for pods. As with
 `tandem upgrade`, a new node joins, the old one gets SIGTERM, and Serve moves its replica. The next
 release is a copy of this checkout with another version of the transfer protocol, so that engines of
-the two refuse each other.
+the two refuse each other, and with a newer one of the RPC protocol, which routers negotiate.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 
+from actors.rpc.protocol import NEWEST_VERSION
 from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from testing.facts import make_prompt
 from testing.ray_nodes import RayNode
@@ -32,6 +33,10 @@ ROLES = {"router": 1, "prefill": 2, "decode": 1}
 TURNS = {"turns": ("prefill", "decode", "prefill"), "groups": ("prefill", "prefill", "decode")}
 """Orders of replacement: that of `tandem upgrade`, and one role after the other."""
 
+VERSIONS = {
+    "connectors/protocol/agent_metadata.py": ("PROTOCOL_VERSION", PROTOCOL_VERSION),
+    "actors/rpc/protocol.py": ("NEWEST_VERSION", NEWEST_VERSION),
+}
 MOST_RECOMPUTED = 0.02
 LEFT_S = 300.0
 
@@ -39,10 +44,10 @@ LEFT_S = 300.0
 def next_release(folder: Path, tree: Path) -> Path:
     for package in ("actors", "app", "configs", "connectors"):
         shutil.copytree(tree / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    file = folder / "connectors/protocol/agent_metadata.py"
-    text, line = file.read_text(), f"PROTOCOL_VERSION = {PROTOCOL_VERSION}\n"
-    assert line in text, f"{file} does not contain {line!r}"
-    file.write_text(text.replace(line, f"PROTOCOL_VERSION = {PROTOCOL_VERSION + 1}\n"))
+    for name, (constant, version) in VERSIONS.items():
+        text, line = (folder / name).read_text(), f"\n{constant} = {version}\n"
+        assert line in text, f"{name} does not contain {line!r}"
+        (folder / name).write_text(text.replace(line, f"\n{constant} = {version + 1}\n"))
     return folder
 
 

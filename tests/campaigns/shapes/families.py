@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from testing import fork_server
 from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, Outcome, prompts
 from testing.models import deepseek_v2, falcon_h1, gemma3, gpt_oss, llama, llama4, qwen3_next
 from tests.campaigns.runner import Report
-from tests.campaigns.shapes.pairs import Case, Shape, alone, engines, stock
+from tests.campaigns.shapes.pairs import Case, Shape, alone, engines, judge_each, stock
 
 LONGEST = 700
 
@@ -148,27 +147,20 @@ def _all(
     cases = [Case(prompt) for prompt in prompts(count, longest, seed=7)]
     for name, (family, shapes) in todo.items():
         model = family.build(report.folder / name)
-        for text in shapes:
-            with report.case(f"{name} {text}"):
-                trace = report.folder / f"{name}-{text.replace(':', '-')}.jsonl"
-                result = asyncio.run(
-                    compare(family, Shape.parse(text), model, cases, trace, MAX_TOKENS, independent, damage)
-                )
-                one = result.identity
-                report.row(
-                    family=name,
-                    shape=text,
-                    equal=one.checked - len(one.wrong),
-                    of=one.checked,
-                    worst_logprob=f"{one.worst_logprob:.1e}",
-                    moved=result.moved,
-                    movable=result.movable,
-                    clean=result.clean,
-                )
-                for line in one.wrong:
-                    report.problem(f"{name} {text}: {line}")
-                report.equal(f"{name} {text}: prompts whose KV moved", result.moved, result.movable)
-                report.check(result.clean, f"{name} {text}: block pools are not at their baseline")
+
+        async def play(shape: Shape, trace: Path, family: Family = family, model: str = model) -> dict[str, Any]:
+            result = await compare(family, shape, model, cases, trace, MAX_TOKENS, independent, damage)
+            one = result.identity
+            return {
+                "of": one.checked,
+                "wrong": one.wrong,
+                "worst_logprob": f"{one.worst_logprob:.1e}",
+                "moved": result.moved,
+                "movable": result.movable,
+                "clean": result.clean,
+            }
+
+        judge_each(report, name, shapes, play)
 
 
 def identity(report: Report, *, count: int = 100, pairs: str = "1:1,1:2,2:1,2:2", damage: float = 0.0) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, difference
 from testing.models import damaged
 from testing.trace import read_trace
+from tests.campaigns.runner import Report
 
 IDLE_S = 20.0
 
@@ -125,6 +126,25 @@ class Engines:
                 return False
             await asyncio.sleep(0.1)
         return True
+
+
+def judge_each(
+    report: Report, name: str, shapes: Sequence[str], play: Callable[[Shape, Path], Coroutine[Any, Any, dict[str, Any]]]
+) -> None:
+    """Run ``play`` with each shape and the path of its trace.
+
+    Report what every pair must keep: right answers, KV moved wherever it can, empty pools.
+    """
+    for text in shapes:
+        case = f"{name} {text}".strip()
+        with report.case(case):
+            trace = report.folder / f"{name}-{text.replace(':', '-')}.jsonl"
+            found = asyncio.run(play(Shape.parse(text), trace))
+            report.row(case=case, **found)
+            for line in found["wrong"]:
+                report.problem(f"{case}: {line}")
+            report.equal(f"{case}: requests whose KV moved", found["moved"], found["movable"])
+            report.check(found["clean"], f"{case}: block pools are not at their baseline")
 
 
 @asynccontextmanager

@@ -18,11 +18,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from testing import fork_server
 from testing.adapters import RANK, lora_adapter
-from testing.engines import Answer
 from testing.identity import prompts, random_prompt
 from testing.models import IMAGE_TOKEN, llama, paddle_vl, repeating_gemma3, speculative_llama
 from tests.campaigns.runner import Report
-from tests.campaigns.shapes.pairs import Case, Engines, Shape, alone, engines, stock
+from tests.campaigns.shapes.pairs import Case, Shape, alone, engines, judge_each, stock
 
 # ---- speculation --------------------------------------------------------------------------------
 
@@ -111,23 +110,15 @@ def speculation(report: Report, *, count: int = 100, only: str = "", pairs: str 
         if only not in name:
             continue
         models = build(report.folder / name)
-        for text in pairs.split(","):
-            with report.case(f"{name} {text}"):
-                trace = report.folder / f"{name}-{text.replace(':', '-')}.jsonl"
-                found = asyncio.run(_speculate(models, Shape.parse(text), cases, trace, moves))
-                own, with_pair = found["acceptance"]
-                accepts = own > 1 and abs(with_pair / own - 1) <= ACCEPTANCE_TOLERANCE
-                report.check(accepts, f"{name} {text}: acceptance length {with_pair:.3f}, alone {own:.3f}")
-                _judge(report, f"{name} {text}", found)
 
+        async def play(shape: Shape, trace: Path, models: Models = models, moves: bool = moves) -> dict[str, Any]:
+            found = await _speculate(models, shape, cases, trace, moves)
+            own, with_pair = found["acceptance"]
+            if own <= 1 or abs(with_pair / own - 1) > ACCEPTANCE_TOLERANCE:
+                found["wrong"].append(f"acceptance length {with_pair:.3f}, alone {own:.3f}")
+            return found
 
-def _judge(report: Report, name: str, found: dict[str, Any]) -> None:
-    """Report what every pair must keep: right answers, KV moved wherever it can, empty pools."""
-    report.row(case=name, **found)
-    for line in found["wrong"]:
-        report.problem(f"{name}: {line}")
-    report.equal(f"{name}: requests whose KV moved", found["moved"], found["movable"])
-    report.check(found["clean"], f"{name}: block pools are not at their baseline")
+        judge_each(report, name, pairs.split(","), play)
 
 
 # ---- adapters -----------------------------------------------------------------------------------
@@ -168,10 +159,12 @@ def adapters(report: Report, *, count: int = 500, pairs: str = "1:1,1:2", damage
     # One slot more than adapters: `actors/upstream/cpu_build/vllm_cpu_kernels.py`.
     engine = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": ADAPTERS + 1}
 
-    async def play(shape: Shape, trace: Path) -> tuple[dict[str, Any], list[Answer]]:
+    async def play(shape: Shape, trace: Path) -> dict[str, Any]:
         unique = {(tuple(case.prompt), case.name): case for case in cases}
         answers = await stock(model, shape.tp[1], list(unique.values()), damage=damage, **engine)
         found = dict(zip(unique, answers, strict=True))
+        alike = len(answers) - len({answer.logprobs[0] for answer in answers})
+        report.check(not alike, f"{alike} adapters answer like another, which could hide a mistake")
         references = [found[tuple(case.prompt), case.name] for case in cases]
         async with engines(model, shape, trace, engine | {"enable_prefix_caching": True}, engine) as pair:
             for side, legs in ((pair.prefill, "prefill"), (pair.decode, "decode")):
@@ -179,22 +172,13 @@ def adapters(report: Report, *, count: int = 500, pairs: str = "1:1,1:2", damage
                 named = {one.lora_path: one for case in cases if (one := getattr(case, legs)["lora"])}
                 for one in named.values():
                     await side.add_lora(one)
-            return await _sent(pair, cases, references, at_once=8), [*found.values()]
+            wrong, _ = await pair.send(cases, references, at_once=8)
+            clean, (moved, failed) = await pair.idle(), pair.received()
+        movable = sum(case.movable for case in cases)
+        wrong += [f"{failed} of {len(cases) - movable} requests were recomputed"] * (failed != len(cases) - movable)
+        return {"wrong": wrong, "of": len(cases), "moved": moved, "movable": movable, "clean": clean}
 
-    for text in pairs.split(","):
-        with report.case(text):
-            result, answers = asyncio.run(play(Shape.parse(text), folder / f"{text.replace(':', '-')}.jsonl"))
-            alike = len(answers) - len({answer.logprobs[0] for answer in answers})
-            report.check(not alike, f"{alike} adapters answer like another, which could hide a mistake")
-            _judge(report, f"adapters {text}", result)
-
-
-async def _sent(pair: Engines, cases: Sequence[Case], references: Sequence[Answer], at_once: int) -> dict[str, Any]:
-    wrong, _ = await pair.send(cases, references, at_once=at_once)
-    clean, (moved, failed) = await pair.idle(), pair.received()
-    movable = sum(case.movable for case in cases)
-    wrong += [f"{failed} of {len(cases) - movable} requests were recomputed"] * (failed != len(cases) - movable)
-    return {"wrong": wrong, "of": len(cases), "moved": moved, "movable": movable, "recomputed": failed, "clean": clean}
+    judge_each(report, "adapters", pairs.split(","), play)
 
 
 # ---- images -------------------------------------------------------------------------------------
@@ -293,7 +277,4 @@ def images(report: Report, *, count: int = 50, pairs: str = "1:1,1:2", damage: f
             found["wrong"].append(f"{recomputed} requests with another image on prefill were recomputed")
         return found
 
-    for text in pairs.split(","):
-        with report.case(text):
-            trace = folder / f"{text.replace(':', '-')}.jsonl"
-            _judge(report, f"images {text}", asyncio.run(play(Shape.parse(text), trace)))
+    judge_each(report, "images", pairs.split(","), play)
