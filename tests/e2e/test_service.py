@@ -4,14 +4,11 @@ One start serves all tests of this file. The last test stops the service and che
 """
 
 import asyncio
-import json
 import os
 import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -194,57 +191,6 @@ def test_the_time_to_the_first_token_is_accounted_for(http, more, some, none):
     assert "server-timing" not in http.post("/v1/completions", json=completion("abc")).headers
 
 
-COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-
-
-async def _leave(service: ServiceProcess, body: dict, after_s: float) -> None:
-    content = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    _, writer = await asyncio.open_connection("127.0.0.1", service.port)
-    writer.write(head % len(content) + content)
-    await writer.drain()
-    await asyncio.sleep(after_s)
-    writer.close()
-    with suppress(ConnectionError):
-        await writer.wait_closed()
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(
-    ("after_s", "facts", "tokens"), [(0.5, 4, 1500), (0.03, 200, 600)], ids=["in decode", "in prefill"]
-)
-async def test_a_client_that_leaves_ends_both_legs(service, http, stream, after_s, facts, tokens):
-    """Requests and blocks of both engines return to zero long before the answer would have ended.
-
-    Repeated if this process was stopped for so long that the answer had ended before.
-    """
-    body = completion(recall(20, facts).text, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, stream=stream)
-
-    def counts() -> tuple[float, float]:
-        ended = metric(http, "vllm:request_success_total", role="decode", finished_reason="length")
-        return metric(http, "tandem_client_disconnects_total"), ended
-
-    for _ in range(ATTEMPTS):
-        before = counts()
-        await _leave(service, body, after_s)
-        # On a busy machine, the router detects the disconnect later.
-        left, _ = until(lambda: (now := counts()) != before and now, "a disconnect", IDLE_TIMEOUT_S)  # noqa: B023
-        if left == before[0] + 1:
-            break
-    else:
-        raise AssertionError(f"each of {ATTEMPTS} answers ended before the client left")
-    wait_until_idle(http)
-
-
-async def test_many_at_once(service, http):
-    prompts = [recall(100 + index, facts=5 + 9 * index) for index in range(16)]
-    async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
-        sent = (client.post("/v1/completions", json=completion(prompt.text)) for prompt in prompts)
-        texts = [reply.json()["choices"][0]["text"] for reply in await asyncio.gather(*sent)]
-    assert [prompt.answer for prompt, text in zip(prompts, texts, strict=True) if not exact(prompt, text)] == []
-    wait_until_idle(http)
-
-
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="Debian's package chromium is not installed")
 async def test_the_status_page_under_load(service, tmp_path):
     """A browser shows engines and requests; TANDEM_PICTURES=docs/images renews the pictures."""
@@ -308,17 +254,6 @@ def test_metrics_are_one_exposition(http):
     for stage in ("live", "held", "connecting", "offered", "ending"):
         assert f'stage="{stage}"' in text
     assert "vllm:tandem_kv_quarantined{" in text
-
-
-def test_a_wrong_key_stops_the_start_with_one_message(tmp_path):
-    config = write_config("local.yaml", tmp_path, decode={"tensor_parallel": 2})
-    command = [sys.executable, "-m", "app.run", "--config", str(config)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 2
-    (line,) = run.stderr.strip().splitlines()
-    assert line.startswith(f"{config}: decode.tensor_parallel: ")
-    assert "tensor_parallel_size" in line
-    assert "Ray: started" not in run.stdout
 
 
 @pytest.mark.parametrize("process", ["Router", "Prefill", "EngineCore", r"Worker\w*"])

@@ -5,22 +5,21 @@ This tests the router, vLLM's serving layer, and engines that repeat tokens that
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from actors.engine.arguments import engine_environment
 from actors.engine.vllm_engine import VllmEngine
 from actors.errors import EngineDownError
-from actors.request import TRANSFER_FIELD, Call, Endpoint, ResponseStart, StreamChunk
+from actors.request import Call, Endpoint, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
 from configs.settings.base import RoleName
-from configs.settings.router import RouterLimits, RoutingSettings
+from configs.settings.router import RouterLimits
 from configs.settings.service import ServiceSettings
 from testing.answers import whole_body
 from testing.streams import FRONTEND
@@ -43,7 +42,7 @@ ATTEMPTS = 30
 
 @dataclass
 class Fault:
-    """An engine's death after ``dies_at`` tokens, and a change of its calls.
+    """An engine's death after ``dies_at`` tokens.
 
     None: never; 0: before the first item after the start; -1: after that item. With ``moves``, the
     engine moves the stream instead, and a stream that stays loses it after that number of further
@@ -51,7 +50,6 @@ class Fault:
     """
 
     dies_at: int | None = None
-    change: Callable[[Call], Call] = lambda call: call
     moves: int | None = None
     received: list[bool] = field(default_factory=list)
 
@@ -72,7 +70,7 @@ def request(endpoint: Endpoint, body: dict[str, Any]) -> ClientRequest:
 
 async def _answer(engine: VllmEngine, call: Call, fault: Fault) -> AsyncGenerator[Any, None]:
     tokens = 0
-    async with aclosing(engine.serve(fault.change(call))) as items:
+    async with aclosing(engine.serve(call)) as items:
         async for item in items:
             if fault.dies_at == 0 and not isinstance(item, ResponseStart):
                 raise EngineDownError("as if killed")
@@ -91,31 +89,15 @@ async def _answer(engine: VllmEngine, call: Call, fault: Fault) -> AsyncGenerato
                     await engine.move(each)
 
 
-def serve(
-    engine: VllmEngine, fault: Fault, waits_for: asyncio.Event | None = None, sets: asyncio.Event | None = None
-) -> Any:
-    """Return a replica's method.
-
-    ``sets``       event of the first token, for a prefill engine
-    ``waits_for``  the same, for decode: both are on one machine, where the KV moves at once
-    """
+def serve(engine: VllmEngine, fault: Fault) -> Any:
+    """Return a replica's method."""
 
     async def method(call: Call, _: int) -> AsyncGenerator[Any, None]:
         async with aclosing(_answer(engine, call, fault)) as items:
             async for item in items:
-                if waits_for is not None and isinstance(item, StreamChunk):
-                    await asyncio.wait_for(waits_for.wait(), 60)
-                    await asyncio.sleep(0.002)  # until the router has read it
                 yield item
-                if sets is not None and isinstance(item, StreamChunk):
-                    sets.set()
-        if sets is not None and TRANSFER_FIELD in json.loads(call.body):
-            await asyncio.sleep(60)  # as `Prefill.call_and_hold`
 
     return method
-
-
-# ---- streams over one engine that acts as two ---------------------------------------------------
 
 
 class NothingLeftError(AssertionError):
@@ -172,46 +154,3 @@ async def interrupted(
         sent = await whole_body(answer)
         assert answer.start.streams, sent
     return sent, router
-
-
-# ---- a prefill and a decode engine --------------------------------------------------------------
-
-
-@dataclass
-class EnginePair:
-    prefill: VllmEngine
-    decode: VllmEngine
-
-    async def close(self) -> None:
-        await self.prefill.close()
-        await self.decode.close()
-
-    async def idle(self, within_s: float = 60.0) -> bool:
-        """Return whether all blocks of both pools are freed within a limited time."""
-        give_up_at = asyncio.get_running_loop().time() + within_s
-        llms = (self.prefill._llm, self.decode._llm)  # noqa: SLF001 - no public way to the block pools
-        while not all([await llm.reset_prefix_cache() for llm in llms]):
-            if asyncio.get_running_loop().time() > give_up_at:
-                return False
-            await asyncio.sleep(0.05)
-        return True
-
-    def router(self, first_token: str, *faults: Fault) -> tuple[Router, Handle, Handle]:
-        """A router whose engines have these faults: prefill's, then those of decode replicas."""
-        own, *others = faults or (Fault(),)
-        limits = RouterLimits(
-            request_timeout_s=60, first_token=first_token, routing=RoutingSettings(policy="always_remote")
-        )
-        sampled = asyncio.Event()
-        waits_for = sampled if first_token == "prefill" else None
-        p = Handle([Replica("p", serve(self.prefill, own, sets=sampled), identity=identity_of(self.prefill))])
-        replicas = [
-            Replica(f"d{index}", serve(self.decode, fault, waits_for), identity=identity_of(self.decode))
-            for index, fault in enumerate(others or [Fault()])
-        ]
-        d = Handle(replicas[::-1])
-        d.in_order = True
-        p.metadata = {"producer": asdict(self.prefill.producer())}
-
-        p.discard = self.prefill.discard
-        return router_of(limits, p, d), p, d

@@ -45,7 +45,7 @@ def pods(manifests: list[Manifest]) -> dict[str, dict[str, Any]]:
 
 
 def _pod(group: dict[str, Any], fewest: int) -> dict[str, Any]:
-    # KubeRay adds a group's Ray labels to its pods (recorded/).
+    # KubeRay adds a group's Ray labels to its pods (recorded.py).
     labels = {**group["template"]["metadata"].get("labels", {}), **group.get("labels", {})}
     ports = {one.get("name") for one in group["template"]["spec"]["containers"][0].get("ports", [])}
     return {"labels": labels, "fewest": fewest, "ports": ports}

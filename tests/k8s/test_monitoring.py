@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import promql_parser
@@ -180,15 +179,6 @@ def test_a_series_that_two_routers_report_counts_once(expression: str) -> None:
                 assert not lost, f"{grouping}: {selector.name} differs by {lost}"
 
 
-def test_outcomes_are_the_routers() -> None:
-    """A leg's outcomes are those in the metric's description."""
-    (family,) = (one for one in RouterMetrics().registry.collect() if one.name == "tandem_prefill_legs")
-    assert all(outcome in family.documentation for outcome in OUTCOMES)
-    from connectors.vllm_hma.metrics import COUNTERS
-
-    assert all(f"{end} (" in COUNTERS["requests"][2] for end in KV_ENDS)
-
-
 def test_every_alert_says_how_bad_it_is_and_is_explained() -> None:
     """docs/troubleshooting.md has a line for each alert."""
     guide = (ROOT.parent / "docs" / "troubleshooting.md").read_text()
@@ -209,7 +199,7 @@ def test_the_dashboard_shows_whatever_the_connector_reports() -> None:
 
 
 def test_the_dashboard_is_well_formed() -> None:
-    """Ids are unique, panels do not overlap, and the reader chooses the data source."""
+    """Ids are unique, and the reader chooses the data source."""
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     (variable,) = DASHBOARD["templating"]["list"]
@@ -218,12 +208,3 @@ def test_the_dashboard_is_well_formed() -> None:
         sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
         assert all(one == {"type": "prometheus", "uid": f"${{{variable['name']}}}"} for one in sources)
         assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
-    by_row: dict[int, list[dict[str, int]]] = {}
-    for panel in panels:
-        by_row.setdefault(panel["gridPos"]["y"], []).append(panel["gridPos"])
-    for places in by_row.values():
-        ordered = sorted(places, key=lambda place: place["x"])
-        assert ordered[-1]["x"] + ordered[-1]["w"] <= 24
-        assert all(left["x"] + left["w"] <= right["x"] for left, right in pairwise(ordered))
-    bottoms = [(y, y + max(place["h"] for place in places)) for y, places in sorted(by_row.items())]
-    assert all(bottom <= top for (_, bottom), (top, _) in pairwise(bottoms))

@@ -20,7 +20,8 @@ from app.upgrade.plan import MARK, Step, next_step, read
 from tests.k8s import fake_kubectl
 from tests.k8s.check import ROOT, only
 from tests.k8s.kustomize import render
-from tests.k8s.recorded import labels, load
+from tests.k8s.recorded import CLUSTER
+from tests.k8s.recorded import pod as recorded_pod
 
 REPLICAS = {"router": 1, "prefill": 1, "decode": 2}
 
@@ -31,15 +32,12 @@ def started() -> str:
     (service,) = only(render(ROOT / "overlays" / "cpu"), "RayService")
     config = service["spec"]["rayClusterConfig"]
     config["workerGroupSpecs"][2]["maxReplicas"] = 3
-    router, prefill, decode, head = (load(f"{role}-pod") for role in ("router", "decode", "decode", "head"))
-    prefill["metadata"]["labels"] = labels("prefill")
-    name = head["metadata"]["labels"]["ray.io/cluster"]
-    service["status"] = {"activeServiceStatus": {"rayClusterName": name}}
-    metadata = {"name": name, "annotations": {"ray.io/kuberay-version": "v1.7.0"}}
+    service["status"] = {"activeServiceStatus": {"rayClusterName": CLUSTER}}
+    metadata = {"name": CLUSTER, "annotations": {"ray.io/kuberay-version": "v1.7.0"}}
     state: dict[str, Any] = {
         "service": service,
         "cluster": {"kind": "RayCluster", "metadata": metadata, "spec": copy.deepcopy(config)},
-        "recorded": {"router": router, "prefill": prefill, "decode": decode, "headgroup": head},
+        "recorded": {role: recorded_pod(role) for role in REPLICAS} | {"headgroup": recorded_pod("head")},
         "deployments": {
             name: {
                 "target_num_replicas": count,

@@ -1,10 +1,11 @@
 """Bodies of the requests to both engines, as tables."""
 
 import json
+from typing import Any
 
 import pytest
 
-from actors.engine.split_bodies import OUTPUT_ONLY, decode_body, prefill_body
+from actors.engine.split_bodies import decode_body, prefill_body
 from actors.large_json import as_written, write
 from actors.request import Endpoint, ProducerAddress
 
@@ -16,85 +17,65 @@ TURN = [{"role": "user", "content": "hi"}]
 PRODUCER = ProducerAddress(remote_engine_id="e1", remote_host="10.0.0.1", remote_port=4711, tp_size=2)
 
 
-def test_prefill_body_of_a_completion():
-    """The leg has the prompt, one token, the transfer, and no field that shapes only output."""
-    body = {
-        "model": "m",
-        "prompt": "text",
-        "max_tokens": 100,
-        "min_tokens": 5,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "logprobs": 5,
-        "stop": ["x"],
-        "temperature": 0.7,
-        "truncate_prompt_tokens": 50,
-        "cache_salt": "s",
-    }
-    assert prefill_body(COMPLETIONS, body, "t1") == {
-        "model": "m",
-        "prompt": "text",
-        "max_tokens": 1,
-        "n": 1,
-        "stream": False,
-        "temperature": 0.0,
-        "truncate_prompt_tokens": 50,
-        "cache_salt": "s",
-        "kv_transfer_params": {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "transfer_id": "t1",
-        },
-    }
+TRANSFER = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-def test_prefill_body_of_a_chat_keeps_what_shapes_the_prompt():
-    """Fields that a chat template may read stay; both token limits are one."""
-    shaping = {
-        "messages": TURN,
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-        "tool_choice": "auto",
-        "response_format": {"type": "json_object"},
-        "chat_template_kwargs": {"enable_thinking": False},
-        "add_generation_prompt": True,
-        "documents": [],
-    }
-    leg = prefill_body(CHAT, {**shaping, "max_completion_tokens": 50, "top_logprobs": 2, "logprobs": True}, "t")
-    assert {key: leg[key] for key in shaping} == shaping
-    assert leg["max_tokens"] == leg["max_completion_tokens"] == 1
-    assert not OUTPUT_ONLY & leg.keys()
-
-
-def test_prefill_body_of_a_response():
-    """The leg is not stored, its token limit has another name, and fields of the prompt stay."""
-    shaping = {
-        "input": TURN,
-        "instructions": "be brief",
-        "tools": [{"type": "function", "name": "f"}],
-        "truncation": "auto",
-    }
-    body = {**shaping, "max_output_tokens": 50, "stream": True, "include": ["message.output_text.logprobs"]}
-    leg = prefill_body(RESPONSES, {**body, "top_logprobs": 3, "store": True}, "t")
-    assert leg.pop("kv_transfer_params")["transfer_id"] == "t"
-    assert leg == {**shaping, "max_output_tokens": 1, "stream": False, "store": False, "temperature": 0.0}
-
-
-def test_prefill_body_of_a_message():
-    """The leg keeps fields that shape the prompt, such as `thinking` and `system`, and drops stop
-    sequences.
-    """
-    shaping = {
-        "system": "be brief",
-        "messages": TURN,
-        "tools": [{"name": "f", "input_schema": {}}],
-        "tool_choice": {"type": "any"},
-        "thinking": {"type": "enabled", "budget_tokens": 2000},
-        "output_config": {"effort": "low"},
-    }
-    body = {**shaping, "max_tokens": 3000, "stream": True, "stop_sequences": ["x"], "top_k": 3, "temperature": 1.0}
-    leg = prefill_body(MESSAGES, body, "t")
-    assert leg.pop("kv_transfer_params")["do_remote_decode"] is True
-    assert leg == {**shaping, "max_tokens": 1, "stream": False, "temperature": 0.0}
+@pytest.mark.parametrize(
+    ("endpoint", "shaping", "output_only", "leg"),
+    [
+        (
+            COMPLETIONS,
+            {"model": "m", "prompt": "text", "truncate_prompt_tokens": 50, "cache_salt": "s"},
+            {"max_tokens": 100, "min_tokens": 5, "logprobs": 5, "stop": ["x"], "temperature": 0.7},
+            {"max_tokens": 1, "n": 1},
+        ),
+        (
+            # Fields that a chat template may read stay.
+            CHAT,
+            {
+                "messages": TURN,
+                "tools": TOOLS,
+                "tool_choice": "auto",
+                "response_format": {"type": "json_object"},
+                "chat_template_kwargs": {"enable_thinking": False},
+                "add_generation_prompt": True,
+                "documents": [],
+            },
+            {"max_completion_tokens": 50, "top_logprobs": 2, "logprobs": True},
+            {"max_tokens": 1, "max_completion_tokens": 1, "n": 1},
+        ),
+        (
+            RESPONSES,
+            {"input": TURN, "instructions": "be brief", "tools": TOOLS, "truncation": "auto"},
+            {"max_output_tokens": 50, "include": ["message.output_text.logprobs"], "top_logprobs": 3, "store": True},
+            {"max_output_tokens": 1, "store": False},
+        ),
+        (
+            MESSAGES,
+            {
+                "system": "be brief",
+                "messages": TURN,
+                "tools": [{"name": "f", "input_schema": {}}],
+                "tool_choice": {"type": "any"},
+                "thinking": {"type": "enabled", "budget_tokens": 2000},
+                "output_config": {"effort": "low"},
+            },
+            {"max_tokens": 3000, "stop_sequences": ["x"], "top_k": 3, "temperature": 1.0},
+            {"max_tokens": 1},
+        ),
+    ],
+    ids=["completion", "chat", "response", "message"],
+)
+def test_prefill_body(
+    endpoint: Endpoint, shaping: dict[str, Any], output_only: dict[str, Any], leg: dict[str, Any]
+) -> None:
+    """The leg has what shapes the prompt, one token, and the transfer. The client's body stays."""
+    body = shaping | output_only | {"stream": True, "stream_options": {"include_usage": True}}
+    before = dict(body)
+    expected = shaping | leg | {"stream": False, "temperature": 0.0, "kv_transfer_params": TRANSFER}
+    assert prefill_body(endpoint, body, "t") == expected
+    assert body == before
 
 
 @pytest.mark.parametrize("encoded", [False, True])
@@ -143,14 +124,6 @@ def test_decode_body_is_the_clients_request_and_the_transfer():
         "tp_size": 2,
     }
     assert leg == body
-
-
-def test_the_clients_body_is_left_alone():
-    """Legs are new objects: the router logs and retries from the original."""
-    body = {"prompt": "text", "stream": True}
-    prefill_body(COMPLETIONS, body, "t")
-    decode_body(body, "t", PRODUCER)
-    assert body == {"prompt": "text", "stream": True}
 
 
 def test_a_producer_is_read_from_a_connectors_reply():

@@ -168,15 +168,6 @@ async def test_prefill_is_free_when_the_router_has_the_first_token(delays):
     await at_rest(engines.prefill, engines.decode)
 
 
-async def test_nobody_waits_longer_than_it_wants_for_prefills_answer():
-    """The prefill leg does not stay open if the request ends without prefill's answer."""
-    engines = Engines(**{"prefill's answer": 60})
-    async with engines.router.answer(request()) as answer:
-        await answer.account(0.01)
-        assert "unexplained" in answer.breakdown.parts
-    await at_rest(engines.prefill, engines.decode)
-
-
 async def test_an_engine_without_statistics_is_unexplained():
     """An engine with vLLM's `disable_log_stats` reports no timings."""
     engines = Engines()

@@ -80,13 +80,3 @@ async def test_drains_at_the_same_time_leave_an_engine() -> None:
     asked = (drain_engine([model], name, True, 1.0) for name in "ab")
     await asyncio.gather(*asked, return_exceptions=True)
     assert not all(model.pools["decode"].engines.values())
-
-
-async def test_asking_changes_nothing() -> None:
-    model = service(a=False)
-    assert await drain_engine([model], "a", None, 1.0) == {
-        "role": "decode",
-        "replica": "a",
-        "drained": False,
-        "ongoing": 0,
-    }

@@ -16,7 +16,7 @@ from actors.router.client_request import ClientRequest
 from actors.router.prompt_lists import COUNTS
 from configs.settings.router import RouterLimits, RoutingSettings
 from testing.answers import whole_body
-from tests.actors.behaviours import EVENTS, JSON, counted, dies
+from tests.actors.behaviours import EVENTS, JSON, counted
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
@@ -97,17 +97,6 @@ async def test_the_first_request_finds_out_who_there_is():
     await at_rest(engines.p, engines.d)
 
 
-async def test_a_second_turn_goes_to_the_engine_that_has_the_first():
-    """Whichever of four decode replicas served the first turn has a short prompt to compute."""
-    engines = Engines(limits(), decode="defg")
-    await engines.ask(ids(5))
-    _, first = await engines.ask(ids(2000))
-    told, second = await engines.ask(ids(2030))
-    assert set(second) <= set(first)
-    assert (told["route"], told["chosen"]["uncached_tokens"]) == ("local", 27)
-    await at_rest(engines.p, engines.d)
-
-
 async def test_a_session_stays_with_its_decode_replica():
     """Once the router knows the replicas, other load does not move a session."""
     engines = Engines(limits(policy="round_robin"), decode="defg")
@@ -115,16 +104,6 @@ async def test_a_session_stays_with_its_decode_replica():
     took = [(await engines.ask(ids(100, 100 * n), session=str(n % 5)))[1] for n in range(20)]
     for session in range(5):
         assert len({tuple(set("defg") & set(one)) for one in took[session::5]}) == 1
-    await at_rest(engines.p, engines.d)
-
-
-async def test_an_engine_that_dies_idle_does_not_attract_requests():
-    """The engine seems idle, and every call to it fails: at most one request is sent to it."""
-    engines = Engines(limits(), decode="de")
-    engines.d.replicas[0].serve = dies
-    for n in range(8):
-        await engines.ask(ids(500, 1000 * n))
-    assert len(engines.d.replicas[0].calls) <= 1
     await at_rest(engines.p, engines.d)
 
 

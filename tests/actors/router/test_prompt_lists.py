@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
@@ -15,9 +15,9 @@ from actors.request import TRANSFER_FIELD, Call, Endpoint, ResponseStart
 from actors.router.client_request import ClientRequest
 from actors.router.prompt_lists import COUNTS, merged_body, parent_id, split
 from actors.router.router import Router
-from app.http.routes import build_http
 from tests.actors.behaviours import JSON, LIMITS, OK, ask, fleet, hangs, request, well
 from tests.actors.fleet import at_rest
+from tests.app.http.servers import client_of
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -122,8 +122,9 @@ def completes(refuses: str = "", dies: str = "", waits: str = "") -> Any:
 
 
 def http(router: Router) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(cast(Any, build_http(cast(Any, router))))
-    return httpx.AsyncClient(transport=transport, base_url="http://tandem", headers={"x-request-id": "r"})
+    client = client_of(router)
+    client.headers["x-request-id"] = "r"
+    return client
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 100])

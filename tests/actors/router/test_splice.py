@@ -26,18 +26,6 @@ def test_pieces_of_any_size_become_whole_events(size):
     assert (passed, stream.sent, stream.done) == (data, 6, True)
 
 
-@pytest.mark.parametrize("cut", range(7))
-def test_a_stream_begun_anew_goes_on_where_it_was(cut):
-    """Events already sent are removed; an incomplete event before the cut is dropped."""
-    old = [event(index) for index in range(6)]
-    new = [event(index, created=2) for index in range(6)]
-    stream = splice()
-    passed = stream.feed(b"".join(old[:cut]) + b'data: {"id"')
-    stream.restart()
-    passed += stream.feed(b"".join(new))
-    assert passed == b"".join(old if cut else new), "`created` stays the first one's"
-
-
 def test_comments_are_passed_on_and_not_counted():
     """vLLM's keep-alive comments are passed on at once."""
     stream = splice()

@@ -17,19 +17,15 @@ from actors.request import Accepted
 from actors.rpc import client, server_connection
 from actors.rpc.address import RpcAddress
 from actors.rpc.messages import LENGTH, EndStream, RpcRefused, RpcWelcome, StreamItem, encode
-from actors.rpc.protocol import WINDOW_BYTES
 from tests.actors.rpc.world import (
     CALL,
     ITEMS,
-    PIECE_BYTES,
-    POURED,
     WAIT_S,
     World,
     channels,
     items,
     joined,
     read,
-    settled,
     until,
 )
 
@@ -201,17 +197,6 @@ async def test_an_idle_connection_is_closed(world: World, monkeypatch: pytest.Mo
             world.served.go_on.set()
             await asyncio.gather(*map(items, running))
             await until(lambda: channels(world.engines)[0] == 0)
-
-
-async def test_a_paused_reader(world: World) -> None:
-    """The reader makes the engine wait at its stream's credit; then it gets everything."""
-    async with AsyncExitStack() as stack:
-        call = await world.call("pours", stack)
-        before = await settled(lambda: world.served.poured)
-        assert before * PIECE_BYTES <= WINDOW_BYTES + PIECE_BYTES, "the last item waits in the engine"
-        found = await items(call)
-    assert sum(len(item) for item in found if isinstance(item, bytes)) == POURED * PIECE_BYTES + len(ITEMS[-1])
-    await world.at_rest()
 
 
 async def test_methods_of_an_engine(world: World) -> None:

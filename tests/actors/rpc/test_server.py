@@ -1,17 +1,17 @@
-"""Calls through a server: the router receives the engine's items, and both sides may act
-meanwhile.
-"""
+"""Calls through a server: the router receives the engine's items, and both may act meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, MutableMapping
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Any
 
 import pytest
 
+from actors.engine.asgi_call import call_asgi
 from actors.engine_pool import engines as engine_pool
 from actors.engine_pool.engine_call import EngineCall
 from actors.engine_pool.slots import SlotPool, SlotRequest
@@ -20,7 +20,7 @@ from actors.request import Accepted, Call, Heartbeat
 from actors.rpc import server
 from actors.rpc.address import enable_keepalive
 from actors.rpc.messages import Open, RpcHello, RpcRequest
-from tests.actors.rpc.world import CALL, ITEMS, WAIT_S, Stranger, World, channels, items, joined, read, until
+from tests.actors.rpc.world import CALL, ITEMS, WAIT_S, Stranger, World, channels, items, joined, read, settled, until
 
 
 @pytest.mark.parametrize("side", ["router", "engine"])
@@ -66,17 +66,6 @@ async def test_a_cancelled_call_ends_in_the_engine(world: World, came: int) -> N
         with pytest.raises(EngineDownError):
             await asyncio.wait_for(reading, WAIT_S)
     await world.at_rest()
-
-
-async def test_a_reader_that_is_cancelled_can_read_on(world: World) -> None:
-    """A timeout between two items loses none of them."""
-    async with AsyncExitStack() as stack:
-        call = await world.call("waits", stack)
-        found: list[Any] = []
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(read(call, found), 0.3)
-        world.served.go_on.set()
-        assert joined(found + await items(call)) == joined(ITEMS)
 
 
 async def test_a_full_engine_refuses(world: World) -> None:
@@ -193,17 +182,6 @@ async def test_the_last_answer_of_an_engine_that_stops(world: World) -> None:
         await asyncio.wait_for(stopping, WAIT_S)
 
 
-async def test_a_router_that_is_gone(world: World) -> None:
-    """The calls of the lost router end with its connections."""
-    stack = AsyncExitStack()
-    calls = [await world.call("hangs", stack) for _ in range(2)]
-    for call in calls:
-        await call.__anext__()
-    await world.engines.close()
-    await world.at_rest()
-    await stack.aclose()
-
-
 async def test_a_server_that_closes(world: World) -> None:
     """Calls end with the server, and no task is left."""
     async with AsyncExitStack() as stack:
@@ -279,3 +257,72 @@ async def test_routers_that_are_gone_are_forgotten(world: World, monkeypatch: py
             router.say(Open(number + 1, RpcRequest(CALL, str(number), 1)))
             await router.answer(number + 1)
     assert world.server._queued.keys() == {"3", "4", "5"}  # noqa: SLF001
+
+
+EVENTS, EVENT_BYTES = 24_000, 700
+"""16.8 MB: a stream with logprobs, or 128 answers at once."""
+MOST_BYTES = 4 * 10**6
+
+
+class Application:
+    """Stream events as fast as `send` returns, after the headers of a stream."""
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for number in range(EVENTS if scope["path"] == "large" else 100):
+            await send({"type": "http.response.body", "body": b"x" * EVENT_BYTES, "more_body": True})
+            self.sent_bytes += EVENT_BYTES if scope["path"] == "large" else 0
+            if number % 50 == 0:
+                await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def test_a_paused_stream_stops_its_generator_only(world: World) -> None:
+    """At most MOST_BYTES are in flight, no piece takes long to join, and another stream ends
+    meanwhile.
+    """
+    application = Application()
+
+    async def serve(request: RpcRequest, _: Any) -> AsyncGenerator[Any, None]:
+        yield Accepted("e", 1)
+        async with aclosing(call_asgi(application, request.call)) as answer:
+            async for item in answer:
+                yield item
+
+    world.served.instead = serve
+    async with AsyncExitStack() as stack:
+        slow = await world.call("large", stack)
+        first = [await anext(slow), await anext(slow), await anext(slow)]
+        before = await settled(lambda: application.sent_bytes)
+        assert before < MOST_BYTES
+        other = await items(await world.call("small", stack))
+        assert sum(len(item) for item in other if isinstance(item, bytes)) == 100 * EVENT_BYTES
+        assert application.sent_bytes == before, "the slow stream made no progress"
+        pieces = [item for item in first + await items(slow) if isinstance(item, bytes)]
+    assert sum(map(len, pieces)) == EVENTS * EVENT_BYTES
+    assert max(map(len, pieces)) < 2**18, "joining such a piece takes microseconds"
+    await world.at_rest()
+
+
+async def test_a_cancelled_call_wakes_its_application(world: World) -> None:
+    """An application that waits in `send` ends when its reader disconnects."""
+    ended = asyncio.Event()
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while (await asyncio.wait_for(receive(), None))["type"] != "http.disconnect":
+                for _ in range(1000):
+                    await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
+        finally:
+            ended.set()
+
+    answer = call_asgi(application, Call("POST", "/"), disconnect_s=2 * WAIT_S)
+    await anext(answer)
+    await anext(answer)
+    await asyncio.wait_for(answer.aclose(), WAIT_S)
+    assert ended.is_set()

@@ -89,20 +89,14 @@ async def test_a_silent_peer_is_disconnected(world: World, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     "said",
-    [
-        RpcHello(1, "again"),
-        opened(1),
-        StreamItem(1, Heartbeat()),
-        Credit(2, 1),
-        CancelStream(2),
-        Credit(1, 0),
-        Credit(1, 2**40),
-        EndStream(1),
-    ],
-    ids=["hello", "same stream", "item", "credit of no stream", "cancel of no stream", "none", "too much", "end"],
+    [RpcHello(1, "again"), opened(1), Credit(1, 2**40)],
+    ids=["hello", "same stream", "too much"],
 )
 async def test_a_router_that_breaks_the_protocol(world: World, said: Any) -> None:
-    """The engine closes the connection in the middle of a call, and the call ends."""
+    """The engine closes the connection in the middle of a call, and the call ends.
+
+    `test_protocol.py` has each message in each state.
+    """
     async with Stranger(world) as stranger:
         stranger.say(RpcHello(1, world.address.key), opened(1, "hangs"))
         assert await stranger.heard() == RpcWelcome(1)

@@ -28,7 +28,6 @@ ITEMS: list[Any] = [
     b"two" * 100_000,
 ]
 
-POURED, PIECE_BYTES = 1000, 2**16
 WAIT_S = 60
 """Limit of a wait for an event that is certain: far above a pause of the machine."""
 
@@ -38,7 +37,6 @@ class Served:
 
     def __init__(self) -> None:
         self.running = 0
-        self.poured = 0
         self.requests: list[RpcRequest] = []
         self.go_on = asyncio.Event()
         self.instead: Callable[[RpcRequest, ServedStream], AsyncGenerator[Any, None]] | None = None
@@ -63,10 +61,6 @@ class Served:
                     raise CannotResumeError("no record")
                 case "breaks":
                     raise KeyError("a bug")
-                case "pours":
-                    for _ in range(POURED):
-                        self.poured += 1
-                        yield bytes(PIECE_BYTES)
                 case "ends late":
                     try:
                         await asyncio.sleep(60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from random import Random
 
 import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -13,8 +12,6 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from actors.errors import CannotResumeError
 from actors.replay_log import ServedCall
 from actors.upstream.vllm_replaying_llm import ReplayCollector
-
-TOKENS = tuple(range(20))
 
 
 def output(*tokens: int, finished: bool = False) -> RequestOutput:
@@ -27,47 +24,6 @@ def aborted() -> RequestOutput:
     last = output(finished=True)
     last.outputs[0].finish_reason = "abort"
     return last
-
-
-def cut(rng: Random, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return `tokens` in groups of one to four."""
-    groups = []
-    while tokens:
-        size = rng.randint(1, 4)
-        groups.append(tokens[:size])
-        tokens = tokens[size:]
-    return tuple(groups)
-
-
-@pytest.mark.parametrize("seed", range(40))
-async def test_groups_come_back_as_they_were(seed: int) -> None:
-    """Groups are the same for slow and fast readers; output after the record keeps its own
-    groups.
-    """
-    rng = Random(seed)
-    replay_log = cut(rng, TOKENS[: rng.randint(1, len(TOKENS))])
-    served = ServedCall(replay=replay_log)
-    collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
-    replaying = ReplayCollector(collector, served)
-
-    async def produce() -> None:
-        for token in TOKENS:
-            replaying.put(output(token, finished=token == TOKENS[-1]))
-            for _ in range(rng.choice((0, 0, 1, 3))):
-                await asyncio.sleep(0)
-
-    producing = asyncio.create_task(produce())
-    read: list[RequestOutput] = []
-    while not read or not read[-1].finished:
-        read.append(await collector.get())
-        for _ in range(rng.choice((0, 0, 2))):
-            await asyncio.sleep(0)
-        replaying.release()
-    await producing
-    groups = [tuple(one.outputs[0].token_ids) for one in read]
-    assert tuple(groups[: len(replay_log)]) == replay_log
-    assert sum(groups, ()) == TOKENS
-    assert [one.outputs[0].text for one in read] == ["".join(f"<{token}>" for token in group) for group in groups]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.lora.ops.torch_ops.lora_ops import bgmv_shrink
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from actors.engine import vllm_engine
@@ -23,7 +22,6 @@ from actors.upstream.cpu_build.vllm_cpu_kernels import (
     cpu_problem,
     experts_problem,
     layers_of,
-    model_problem,
 )
 from configs.settings.parsing import parse_settings
 from testing.models import deepseek_v2
@@ -80,24 +78,6 @@ def test_gated_delta_net_is_recognised(model_type: str, layer_types: list[str] |
     assert layers_of(config, mla=False) == Layers(gated_delta_net=gated)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "on_amx"),
-    [
-        ({"dtype": "float32"}, True),
-        ({"dtype": "auto"}, False),  # a float32 checkpoint: vLLM prefers bfloat16
-        ({"dtype": "float32", "attention_backend": "CPU_MLA"}, False),
-        ({"dtype": "float32", "attention_config": {"backend": "CPU_MLA"}}, False),
-    ],
-)
-def test_vllms_own_configuration_is_read(tmp_path: Path, arguments: dict, on_amx: bool) -> None:
-    """Resolved dtype and backend of a model with latent attention, however they were set."""
-    model = deepseek_v2(tmp_path)
-    config = AsyncEngineArgs(model=model, skip_tokenizer_init=True, **arguments).create_engine_config()
-    problem = model_problem(config.model_config, config.attention_config.backend, AMX)
-    assert (problem is not None) == on_amx
-    assert model_problem(config.model_config, config.attention_config.backend, PLAIN) is None
-
-
 async def test_an_engine_refuses_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the setting, before any process starts."""
     monkeypatch.setattr(vllm_cpu_kernels, "cpu_features", lambda: AMX)
@@ -150,18 +130,6 @@ def test_experts_on_several_ranks(experts: bool, parallel: dict[str, object], re
     if problem is not None:
         assert remedy is not None
         assert remedy in problem.remedy
-
-
-def test_tokens_without_an_adapter_take_the_last_slot() -> None:
-    """Slot -1 means no adapter, and torch reads it as the last one; an empty slot adds nothing."""
-    weights = torch.zeros(3, 1, 2, 4)
-    weights[1] = 1.0
-    inputs, index = torch.ones(2, 4), torch.tensor([1, -1])
-    found = torch.empty(2, 2)
-    bgmv_shrink(inputs, weights, found, index)
-    assert found.tolist() == [[4.0, 4.0], [0.0, 0.0]]
-    bgmv_shrink(inputs, weights[:2], found, index)
-    assert found.tolist() == [[4.0, 4.0], [4.0, 4.0]]
 
 
 @pytest.mark.parametrize(("slots", "adapters", "good"), [(1, 0, True), (1, 1, False), (2, 1, True), (3, 4, False)])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 from actors.upstream.vllm_forced_tokens import FORCED_TOKENS, ForcedTokens, ForcedTokensV2
@@ -37,52 +36,11 @@ def rows(processor: ForcedTokens, count: int) -> list[int | None]:
     return only(processor.apply(torch.rand(count, VOCABULARY)))
 
 
-def test_a_request_gets_its_tokens_one_after_the_other_and_is_then_free() -> None:
-    """The output list is vLLM's own, which grows with each step."""
-    processor = ForcedTokens(None, torch.device("cpu"), False)
-    output: list[int] = []
-    processor.update_state(update(2, added=((0, params(5, 3), [1], output), (1, params(), [1], []))))
-    seen = []
-    for _ in range(3):
-        processor.update_state(None)
-        seen.append(rows(processor, 2))
-        output.append(-1)  # a placeholder, as with asynchronous scheduling
-    assert seen == [[5, None], [3, None], [None, None]]
-
-
-def test_rows_move_and_are_taken_over() -> None:
-    """A row's next request does not inherit the former one's tokens."""
-    processor = ForcedTokens(None, torch.device("cpu"), False)
-    one: tuple[Any, ...] = (params(1), [0], [])
-    two: tuple[Any, ...] = (params(2), [0], [])
-    processor.update_state(update(3, added=((0, *one), (1, params(), [0], []), (2, *two))))
-    assert rows(processor, 3) == [1, None, 2]
-    processor.update_state(update(3, moved=((0, 2, MoveDirectionality.SWAP),)))
-    assert rows(processor, 3) == [2, None, 1]
-    processor.update_state(update(2, removed=(0,), moved=((2, 0, MoveDirectionality.UNIDIRECTIONAL),)))
-    assert rows(processor, 2) == [1, None]
-    processor.update_state(update(2, removed=(0,), added=((0, params(), [0], []),)))
-    assert rows(processor, 2) == [None, None]
-
-
 def test_a_preempted_request_goes_on_where_it_was() -> None:
     """A preempted request returns with its output, and continues after it."""
     processor = ForcedTokens(None, torch.device("cpu"), False)
     processor.update_state(update(1, added=((0, params(4, 5, 6), [0], [4, 5]),)))
     assert rows(processor, 1) == [6]
-
-
-def test_tokens_after_emitted_ones_are_forced() -> None:
-    processor = ForcedTokens(None, torch.device("cpu"), False)
-    processor.update_state(update(1, added=((0, params(6, emitted=(4, 5)), [0], output := [4, 5]),)))
-    assert rows(processor, 1) == [6]
-    output.append(6)
-    assert rows(processor, 1) == [None]
-
-
-def test_what_is_forced_changes_greedy_answers() -> None:
-    """vLLM must not skip the processor in a greedy batch."""
-    assert ForcedTokens(None, torch.device("cpu"), False).is_argmax_invariant() is False
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Cached-token counts and first tokens for the client, through vLLM's own output processor."""
+"""First tokens for the client, through vLLM's own output processor."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from vllm import PoolingParams, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
-from vllm.v1.metrics.stats import IterationStats, PrefillStats
+from vllm.v1.metrics.stats import IterationStats
 
 from actors.replay_log import KvArrivals, ServedCall
-from actors.upstream.vllm_output_processor import SharedRequestOutputs, one_token, samples_first_token
+from actors.upstream.vllm_output_processor import SharedRequestOutputs
 from configs.settings.service import DEMO_MODEL_DIR
 
 PROMPT = 87
-BLOCK = 32
 
 
 def request(params: SamplingParams | None) -> EngineCoreRequest:
@@ -33,40 +32,6 @@ def request(params: SamplingParams | None) -> EngineCoreRequest:
         cache_salt=None,
         data_parallel_rank=None,
     )
-
-
-def told(local: int, external: int, block_tokens: int | None = BLOCK, now_cached: int = 64) -> tuple[int, int]:
-    """(cached, newly cached) of a prompt of 87 tokens, of which `local` were in the cache and
-    `external` arrived.
-    """
-    processor = OutputProcessor(None, log_stats=False)
-    SharedRequestOutputs.take_over(processor, block_tokens)
-    params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.DELTA)
-    collector = RequestOutputCollector(params.output_kind, request_id="r")
-    processor.add_request(request(params), None, queue=collector)
-    stats = PrefillStats()
-    stats.set(PROMPT, local, external)
-    stats.finalize(now_cached)
-    processor.process_outputs([EngineCoreOutput(request_id="r", new_token_ids=[7], prefill_stats=stats)])
-    output = collector.get_nowait()
-    return output.num_cached_tokens, output.num_cache_creation_tokens
-
-
-@pytest.mark.parametrize(
-    ("local", "external", "block_tokens", "expected"),
-    [
-        (0, 0, BLOCK, (0, 64)),
-        (64, 0, BLOCK, (64, 0)),
-        (0, 86, BLOCK, (0, 64)),
-        (32, 54, BLOCK, (32, 32)),
-        (64, 22, BLOCK, (64, 0)),
-        (0, 86, None, (0, 0)),
-    ],
-    ids=["alone", "alone, again", "apart", "apart, partly known", "apart, again", "apart, without a prefix cache"],
-)
-def test_what_came_from_another_engine_is_not_called_cached(local, external, block_tokens, expected):
-    """The counts are those of one engine that had computed the prompt."""
-    assert told(local, external, block_tokens) == expected
 
 
 def test_times_are_collected_for_generation_only():
@@ -135,27 +100,3 @@ async def test_the_first_token_of_an_answer_is_reported(kind, last, reported):
     assert not first_token.done()
     processor.process_outputs([EngineCoreOutput(request_id="r", new_token_ids=[7], finish_reason=last)])
     assert first_token.done() == reported
-
-
-@pytest.mark.parametrize(
-    ("transfer", "expected"),
-    [
-        (None, False),
-        ({"do_remote_decode": True}, False),
-        ({"first_token": True}, False),
-        ({"do_remote_prefill": True, "first_token": True}, False),
-        ({"do_remote_decode": True, "first_token": True}, True),
-    ],
-)
-def test_which_requests_sample_first_tokens(transfer, expected):
-    """Prefill legs that are asked for the first token."""
-    assert samples_first_token(SamplingParams(extra_args={"kv_transfer_params": transfer})) is expected
-    assert samples_first_token(SamplingParams()) is False
-
-
-def test_one_token():
-    """The limits are 1 whatever the client's are; the client's parameters do not change."""
-    params = SamplingParams(max_tokens=9, min_tokens=5, temperature=0.5, stop=["a"])
-    only = one_token(params)
-    assert (only.max_tokens, only.min_tokens, only.temperature, only.stop) == (1, 1, 0.5, ["a"])
-    assert (params.max_tokens, params.min_tokens) == (9, 5)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 from starlette.applications import Starlette
@@ -14,6 +15,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from app.http.http_server import HttpServer
+from app.http.routes import build_http
 
 HOST = "127.0.0.1"
 LEAVE_S = 0.5
@@ -28,6 +30,12 @@ HEAD = b"GET / HTTP/1.1\r\nHost: tandem\r\n"
 
 def http(port: int) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=WAIT_S)
+
+
+def client_of(router: Any, *keys: Any, **options: Any) -> httpx.AsyncClient:
+    """Return a client of the application before this router, without a socket."""
+    app: Any = build_http(router, *keys, **options)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://tandem")
 
 
 class Behind:

@@ -3,7 +3,6 @@ demand.
 """
 
 import asyncio
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +18,6 @@ from starlette.types import Message
 from actors.telemetry.router_metrics import RouterMetrics
 from app import main
 from app.http.auth import Authenticated, digest
-from app.http.errors import BadRequestError
-from app.http.parsing import check_prompts
 from app.main import DeployedModel, HttpRouter, build
 from configs.settings.auth import API_KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, AuthSettings
 from configs.settings.base import SettingsError
@@ -178,19 +175,32 @@ async def test_one_key_cannot_have_everything():
         await asyncio.gather(*waiting)
 
 
-def test_keys_from_settings_and_environment(monkeypatch):
+@pytest.mark.parametrize(
+    ("variables", "keys"),
+    [
+        ({API_KEYS_VARIABLE: " one, two,,\n"}, {"one", "two", "three"}),
+        ({"VLLM_API_KEY": "one,two"}, {"one,two", "three"}),  # one key, as `vllm serve` reads it
+        ({API_KEYS_VARIABLE: ""}, {"three"}),
+        # The operator configured keys: a lost value must not admit every client.
+        *(({API_KEYS_VARIABLE: lost}, None) for lost in (",", " ", "\n", " , ")),
+        ({"VLLM_API_KEY": " "}, None),
+    ],
+)
+def test_keys_from_settings_and_environment(monkeypatch, variables, keys):
     """Keys of both sources admit requests; neither is printed."""
-    monkeypatch.setenv(API_KEYS_VARIABLE, " one, two,,\n")
+    for name in (API_KEYS_VARIABLE, "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
     auth = AuthSettings(api_keys=[" three "])
-    assert {key.get_secret_value() for key in auth.all_keys()} == {"one", "two", "three"}
     assert "three" not in repr(auth) + str(auth) + auth.model_dump_json()
-    monkeypatch.delenv(API_KEYS_VARIABLE)
     assert AuthSettings().all_keys() == ()
-    with pytest.raises(ValidationError, match="must not be empty"):
-        AuthSettings(api_keys=[" "])
-    with pytest.raises(SettingsError, match=r"auth.api_keys") as raised:
-        parse_settings({"auth": {"api_keys": "a-key-that-is-no-list"}})
-    assert "a-key-that-is-no-list" not in str(raised.value)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if keys is None:
+        (name,) = variables
+        with pytest.raises(SettingsError, match=f"^{name}: is set, but contains no key"):
+            auth.all_keys()
+    else:
+        assert {key.get_secret_value() for key in auth.all_keys()} == keys
 
 
 @pytest.mark.parametrize(
@@ -198,6 +208,7 @@ def test_keys_from_settings_and_environment(monkeypatch):
     [
         {"transfer": {"secret": "a-secret-of-32-characters-or-more", "alive_s": 20}},
         {"transfer": {"secret": "a-secret-of-32-characters-or-more"}, "model": "demo", "models": [{"model": "demo"}]},
+        {"auth": {"api_keys": "a-secret-that-is-no-list"}},
         {"auth": ["a-secret-of-32-characters-or-more"]},
         {"auth": "a-secret-of-32-characters-or-more"},
         {"transfer": "a-secret-of-32-characters-or-more"},
@@ -209,16 +220,8 @@ def test_errors_do_not_quote_secrets(settings: dict[str, object]) -> None:
         parse_settings(settings)
     assert "a-secret" not in str(raised.value)
     assert not str(raised.value).startswith(":")
-
-
-def test_the_variable_of_vllm_serve_holds_a_key(monkeypatch):
-    """The variable holds one key, which may contain a comma."""
-    monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
-    monkeypatch.setenv("VLLM_API_KEY", "one,two")
-    assert [key.get_secret_value() for key in AuthSettings().all_keys()] == ["one,two"]
-    monkeypatch.setenv("VLLM_API_KEY", " ")
-    with pytest.raises(SettingsError, match=r"^VLLM_API_KEY: is set, but contains no key"):
-        AuthSettings().all_keys()
+    with pytest.raises(ValidationError, match="must not be empty"):
+        AuthSettings(api_keys=[" "])
 
 
 async def http_router(built: dict[str, Any]) -> httpx.AsyncClient:
@@ -304,65 +307,3 @@ def test_a_key_that_no_client_can_send_is_refused(monkeypatch, key):
     with pytest.raises(SettingsError, match=f"^{API_KEYS_VARIABLE}: .*printable ASCII") as raised:
         AuthSettings().all_keys()
     assert key not in str(raised.value)
-
-
-def test_a_variable_without_a_key_lets_nobody_in(monkeypatch):
-    """The operator configured keys: a lost value must not admit every client."""
-    for listed in (",", " ", "\n", " , "):
-        monkeypatch.setenv(API_KEYS_VARIABLE, listed)
-        with pytest.raises(SettingsError, match="contains no key"):
-            AuthSettings().all_keys()
-    monkeypatch.setenv(API_KEYS_VARIABLE, "")
-    assert AuthSettings().all_keys() == ()
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"prompt": ["a"] * 5}, "prompt"),
-        ({"prompt": [[1, 2]] * 5}, "prompt"),
-        ({"prompt_embeds": ["x"] * 5}, "prompt_embeds"),
-        ({"prompt": ["a"] * 2, "prompt_embeds": ["x"] * 5}, "prompt_embeds"),
-        ({"prompt": "a", "n": 5}, "n"),
-        ({"prompt": ["a", "b"], "n": 3}, "n"),
-        ({"messages": [], "n": 10**30}, "n"),
-        ({"prompt": "a", "n": "5"}, "n"),
-        ({"prompt": "a", "n": " 5.0"}, "n"),
-        ({"prompt": "a", "n": 5.0}, "n"),
-    ],
-)
-def test_too_many_prompts(body, param):
-    """The router counts answers before an engine creates a request for each.
-
-    vLLM converts a number in a string, and a float without a fraction.
-    """
-    with pytest.raises(BadRequestError, match="at most 4 answers") as raised:
-        check_prompts(body, 4)
-    assert raised.value.param == param
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"prompt": ["a"] * 4},
-        {"prompt": [1] * 1000},
-        {"prompt": ["a", "b"], "n": 2},
-        {"prompt": ["a"] * 4, "n": None},
-        {"prompt": ["a"] * 4, "n": "1"},
-        {"prompt": ["a"] * 4, "n": "nine"},
-        {"prompt": ["a"] * 4, "n": 9.5},
-        {"prompt": ["a"] * 4, "n": float("inf")},
-        {"prompt": ["a"] * 4, "n": [9]},
-        {"prompt": ["a"] * 4, "n": -9},
-        {"prompt": ["a"] * 4, "n": True},
-        {"prompt": []},
-        {"prompt": {"a": 1}},
-        {"prompt": None},
-        {"messages": [{}] * 100},
-        {},
-        json.loads('{"prompt": [null, "a"]}'),
-    ],
-)
-def test_what_is_no_matter_of_numbers(body):
-    """One long prompt counts once; decode refuses malformed prompts."""
-    check_prompts(body, 4)

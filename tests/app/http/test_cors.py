@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 
 from app.http.auth import digest
-from app.http.routes import build_http
 from configs.settings.router import RouterSettings
 from tests.actors.behaviours import engine, fleet, well
+from tests.app.http.servers import client_of
 
 ORIGIN = "https://chat.example"
 ASKS = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
@@ -18,8 +18,7 @@ ASKS = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers
 
 def client(**settings: Any) -> httpx.AsyncClient:
     router, *_ = fleet([well], [engine(1, [1])])
-    app = build_http(cast(Any, router), [digest("key")], settings=RouterSettings(**settings))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(cast(Any, app)), base_url="http://tandem")
+    return client_of(router, [digest("key")], settings=RouterSettings(**settings))
 
 
 async def test_an_allowed_origin() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from typing import Any, cast, get_args
+from typing import Any
 
 import httpx
 import pytest
@@ -14,15 +14,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from actors.engine.asgi_call import call_asgi
-from actors.request import Call, Endpoint
-from actors.router.client_request import SPLIT_ENDPOINTS, TOKENS_ONLY
+from actors.request import Call
 from actors.router.router import Router
-from app.http.routes import build_http
 from tests.actors.behaviours import LIMITS, router_of
 from tests.actors.fleet import Handle, Replica, at_rest
+from tests.app.http.servers import client_of
 
 FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
-SERVED = sorted(set(get_args(Endpoint)) - SPLIT_ENDPOINTS - TOKENS_ONLY)
 
 
 async def embed(request: Request) -> Response:
@@ -65,8 +63,7 @@ def router(decode: Handle) -> Router:
 
 @pytest.fixture
 def http(router: Router) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(cast(Any, build_http(cast(Any, router))))
-    return httpx.AsyncClient(transport=transport, base_url="http://tandem")
+    return client_of(router)
 
 
 async def test_an_id_that_no_engine_may_log(http: httpx.AsyncClient, decode: Handle) -> None:
@@ -75,19 +72,6 @@ async def test_an_id_that_no_engine_may_log(http: httpx.AsyncClient, decode: Han
         reply = await http.get("/v1/models", headers={"X-Request-Id": "two words"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x-request-id")
     assert not decode.calls
-
-
-@pytest.mark.parametrize("path", SERVED)
-async def test_what_the_model_does_not_support(path: str, http: httpx.AsyncClient, decode: Handle) -> None:
-    """vLLM registers routes for the model's tasks only, so the client receives vLLM's 404."""
-    async with http:
-        reply = await (http.post(path, files={"file": b"a"}) if path in FORMS else http.post(path, json={"input": 1}))
-    if path == "/v1/embeddings":
-        assert (reply.status_code, reply.json()) == (200, {"embedded": 1})
-        assert reply.headers["x-tandem-local-reason"] == "one_engine"
-    elif path != FORMS[0]:
-        assert (reply.status_code, reply.json()["error"]["message"]) == (404, "Not Found")
-    await at_rest(decode)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -148,13 +148,6 @@ async def test_an_idle_connection_closes(pieces: list[bytes]) -> None:
         assert took_s >= 3 * HEAD_S
 
 
-async def test_headers_in_single_bytes(port: int) -> None:
-    """Headers that arrive byte by byte within the header timeout are accepted."""
-    slow = HEAD + b"Connection: close\r\n\r\n"
-    said, _ = await said_until_closed(port, [slow[i : i + 1] for i in range(len(slow))], 0.002)
-    assert said.startswith(b"HTTP/1.1 200 ")
-
-
 @pytest.mark.usefixtures("short_head")
 async def test_a_body_takes_longer_than_the_header_timeout(port: int) -> None:
     """A large body that arrives slowly, and one in many chunks."""
@@ -213,16 +206,3 @@ async def test_what_cannot_be_read(port: int, request_bytes: bytes) -> None:
     """The client receives an error response before the connection closes."""
     said, _ = await said_until_closed(port, [request_bytes])
     assert said.startswith(b"HTTP/1.1 400 ")
-
-
-@pytest.mark.parametrize("rest", [b"no HTTP at all\r\n\r\n", HEAD + b"x: " + b"a" * 70_000 + b"\r\n\r\n"])
-async def test_what_follows_a_pipelined_request_does_not_end_the_answer(rest: bytes) -> None:
-    port, behind = free_port(), Behind("a stream")
-    async with opened(behind, port):
-        stream = b"GET /slow HTTP/1.1\r\nHost: tandem\r\n\r\n"
-        asking = asyncio.create_task(said_until_closed(port, [stream + HEAD + b"\r\n" + rest, rest]))
-        await asyncio.sleep(HEAD_S)
-        behind.go_on.set()
-        said, _ = await asking
-        assert b" has ended" in said
-        assert said.count(b"HTTP/1.1 ") == 1

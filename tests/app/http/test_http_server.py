@@ -6,9 +6,6 @@ import asyncio
 import os
 import resource
 import socket
-from contextlib import suppress
-from itertools import pairwise
-from types import SimpleNamespace
 
 import httptools
 import httpx
@@ -23,13 +20,13 @@ from uvicorn.protocols.http import httptools_impl
 from actors.upstream import uvicorn_protocol
 from actors.upstream.uvicorn_protocol import CONNECTION
 from app.http import http_server
-from app.http.http_server import SERVICE_PATH, HttpServer, PortTakenError
+from app.http.http_server import HttpServer, PortTakenError
 from app.http.parsing import read_request
 from configs.settings.router import RouterLimits
 from connectors.errors import ConfigurationError
 from connectors.open_files import FEW
 from testing.ports import free_port
-from tests.app.http.servers import HOST, LEAVE_S, WAIT_S, Behind, answers, http, opened, said_until_closed
+from tests.app.http.servers import HOST, LEAVE_S, WAIT_S, Behind, answers, opened, said_until_closed
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +41,6 @@ def tries_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "SETTLES_S", 12.0)
 
 
-async def until_refused(port: int) -> None:
-    """Send requests until nothing listens on the port."""
-    async with asyncio.timeout(WAIT_S):
-        with suppress(httpx.ConnectError):
-            while True:
-                await answers(port, 1)
-
-
 async def test_few_open_files_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     """At the limit itself, the event loop would close connections without an error."""
     port = free_port()
@@ -64,57 +53,6 @@ async def test_few_open_files_are_reported(caplog: pytest.LogCaptureFixture) -> 
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert f"nearly all of the {free + FEW} files" in caplog.text
-
-
-@pytest.mark.usefixtures("tries_long")
-async def test_routers_are_replaced_under_load() -> None:
-    """One after the other, five times: no request fails, on new or reused connections."""
-    port, stop, count = free_port(), asyncio.Event(), 0
-
-    async def client(kept: bool) -> None:
-        nonlocal count
-        async with http(port) as many:
-            while not stop.is_set():
-                if kept:
-                    reply = await many.get("/")
-                else:
-                    async with http(port) as one:
-                        reply = await one.get("/")
-                assert reply.status_code == 200
-                count += 1
-
-    servers = [HttpServer(Behind(f"router {turn}").app, HOST, port, LEAVE_S, "ours") for turn in range(6)]
-    await servers[0].open()
-    clients = [asyncio.create_task(client(kept)) for kept in (True, False, True, False)]
-    for old, new in pairwise(servers):
-        await new.open()
-        await old.close()
-    stop.set()
-    await asyncio.gather(*clients)
-    await servers[-1].close()
-    assert count > 100
-
-
-@pytest.mark.usefixtures("tries_long")
-async def test_a_router_without_a_decode_engine_is_not_ready() -> None:
-    """A router without engines reports 503 and still answers requests.
-
-    During an upgrade through a second cluster, its routers start long before its engines. A load
-    balancer that selects both clusters' routers must not send requests there.
-    """
-    port, ready = free_port(), False
-    server = HttpServer(Behind("new").app, HOST, port, LEAVE_S, "ours", ready=lambda: ready)
-    await server.open()
-    try:
-        async with http(port) as client:
-            reply = await client.get(SERVICE_PATH)
-            assert (reply.status_code, reply.text) == (503, "ours")
-            assert (await client.get("/")).status_code == 200
-            async with opened(Behind("its peer"), port):  # they share the port before they are ready
-                ready = True
-                assert (await client.get(SERVICE_PATH)).status_code == 200
-    finally:
-        await server.close()
 
 
 async def exchange(port: int, request: str) -> bytes:
@@ -194,21 +132,6 @@ async def test_pipelined_upgrades_are_not_parsed(monkeypatch: pytest.MonkeyPatch
     assert len(made) <= 5  # without the limit, one for each request
 
 
-async def test_what_has_begun_is_answered() -> None:
-    """A stopping router accepts no more connections, and completes its streams."""
-    port, behind = free_port(), Behind("a stream")
-    async with opened(behind, port) as server, http(port) as client:
-        async with client.stream("GET", "/slow") as reply:
-            pieces = reply.aiter_text()
-            assert await anext(pieces) == "a stream"
-            closing = asyncio.create_task(server.close())
-            await until_refused(port)
-            assert not closing.done()
-            behind.go_on.set()
-            assert await anext(pieces) == " has ended"
-        await asyncio.wait_for(closing, WAIT_S)
-
-
 @pytest.mark.parametrize("body", [0, 10, 1_000_000])
 async def test_a_client_that_leaves_after_a_pipelined_request(body: int) -> None:
     """The server cancels the running request and does not read the next one."""
@@ -225,25 +148,6 @@ async def test_a_client_that_leaves_after_a_pipelined_request(body: int) -> None
                 await behind.left.wait()
         finally:
             behind.go_on.set()
-
-
-async def test_it_says_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server answers with the service id for routers, and its readiness for load balancers."""
-    port = free_port()
-    async with opened(Behind("one"), port) as server, http(port) as client:
-        reply = await client.get(SERVICE_PATH)
-        assert (reply.status_code, reply.text) == (200, "ours")
-        may_close = asyncio.Event()
-        with monkeypatch.context() as leaving:  # for as long as `leave_s` lasts
-            instead = {"sleep": lambda _: may_close.wait()}
-            leaving.setattr(http_server, "asyncio", SimpleNamespace(**vars(asyncio) | instead))
-            server.leave()
-            closing = asyncio.create_task(server.close())
-            await asyncio.sleep(0)
-        reply = await client.get(SERVICE_PATH)
-        assert (reply.status_code, reply.text) == (503, "ours"), "a load balancer must send no more requests here"
-        may_close.set()
-        await closing
 
 
 async def test_the_port_of_another_service() -> None:

@@ -126,16 +126,3 @@ async def test_a_client_that_takes_no_more_gives_back_its_slots(leaves: bool) ->
         writer.transport.abort()
         await until(lambda: bool(lines))
         assert json.loads(lines[0])["sent_bytes"] > EVENT_BYTES
-
-
-async def test_a_paused_client_holds_no_other_up() -> None:
-    """The engine's frames for another client are passed on at once."""
-    async with served([pours(400), pours(400)]) as (port, _, _d):
-        _, paused = await connect(port)
-        paused.write(request("1.1", close=True))
-        await asyncio.sleep(0.2)
-        reader, writer = await connect(port)
-        writer.write(request("1.1", close=True))
-        assert (await asyncio.wait_for(answer(reader), WAIT_S)).count(b"data: ") == 401
-        paused.transport.abort()
-        writer.close()

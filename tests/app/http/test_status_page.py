@@ -7,18 +7,17 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 
-from actors.router.peer_routers import RouterReplica
 from actors.telemetry.latency_breakdown import PARTS
 from actors.telemetry.router_metrics import RouterMetrics
 from app.http.auth import digest
-from app.http.routes import build_http
 from app.http.status_page import PAGE_HEADERS, status_page
 from configs.settings.router import RouterLimits
+from tests.app.http.servers import client_of
 
 
 class Told:
@@ -39,8 +38,7 @@ class Told:
 
 def client(*keys: str, operators: Sequence[str] = ()) -> httpx.AsyncClient:
     digests = [[digest(key) for key in some] for some in (keys, operators)]
-    app = build_http(cast(RouterReplica, Told()), digests[0], operator_digests=digests[1])
-    return httpx.AsyncClient(transport=httpx.ASGITransport(cast(Any, app)), base_url="http://tandem")
+    return client_of(Told(), digests[0], operator_digests=digests[1])
 
 
 def test_nothing_comes_from_elsewhere() -> None:

@@ -23,6 +23,7 @@ from app.http.errors import error_body
 from app.http.routes import build_http
 from tests.actors.behaviours import LIMITS, dies, hangs, request, router_of
 from tests.actors.fleet import Handle, Replica, at_rest
+from tests.app.http.servers import client_of
 from tests.app.http.test_cancelled_requests import Client
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
@@ -77,11 +78,6 @@ def service(*engines: Any, **limits: Any) -> tuple[httpx.AsyncClient, Handle]:
     decode = Handle([Replica(f"d{number}", one) for number, one in enumerate(engines)])
     decode._known = True  # noqa: SLF001 - as after the first request
     return client_of(router_of(LIMITS.model_copy(update=limits), Handle([]), decode)), decode
-
-
-def client_of(router: Router) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(cast(Any, build_http(cast(Any, router))))
-    return httpx.AsyncClient(transport=transport, base_url="http://tandem")
 
 
 @pytest.mark.parametrize("wanted", ["a", "b", "c"])
