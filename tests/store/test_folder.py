@@ -105,6 +105,19 @@ def test_the_budget_is_never_exceeded(tmp_path: Path) -> None:
         write(tier, 99, size=11 * BLOCK)
 
 
+def test_an_object_cut_after_its_count_frees_what_is_left(tmp_path: Path) -> None:
+    """Another process has counted the files since."""
+    first, second = (FolderTier(tmp_path / "store", 10 * BLOCK, durable=False) for _ in range(2))
+    write(first, 0, size=4 * BLOCK, end_token=100)  # the first to be evicted
+    os.truncate(file_of(first, 0), 100)
+    used(first, 0, seconds_ago=3600)
+    for number in range(1, 9):
+        write(second, number)
+    for number in range(9, 13):
+        write(first, number)
+        assert disk_bytes(first) <= first.budget_bytes
+
+
 def used(tier: FolderTier, number: int, seconds_ago: float) -> None:
     os.utime(file_of(tier, number), (time.time() - seconds_ago, time.time() - seconds_ago))
 

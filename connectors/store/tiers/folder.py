@@ -302,6 +302,7 @@ class FolderTier:
                 heapq.heappush(self._order, (state.st_mtime_ns, size, space, key))
                 return 0
             self._space((space, key)).unlink(key)
+            size = min(size, allocated(state.st_size))  # another process may have counted a damaged file
         except FileNotFoundError:
             return 0
         except OSError as error:

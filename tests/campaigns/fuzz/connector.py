@@ -328,6 +328,7 @@ def campaign(seed: int, secret: str, inside: bool) -> Iterator[Campaign]:
         one.close()
 
 
+THREADS_END_S = 30.0
 KINDS = {"no secret": ("", True), "outside": (SECRET, False), "inside": (SECRET, True)}
 
 
@@ -344,5 +345,9 @@ def connector(report: Report, *, count: int = 300, seed: int = 1, only: str = ""
                     growth_mib=round(found.growth_mib, 1),
                     warnings=found.warnings.most_common(12),
                 )
-    alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("tandem")]
+    until = time.monotonic() + THREADS_END_S
+    while (alive := [one.name for one in threading.enumerate() if one.name.startswith("tandem")]) and (
+        time.monotonic() < until
+    ):
+        time.sleep(0.1)
     report.equal("threads that outlive their workers", alive, [])
