@@ -132,7 +132,6 @@ def test_data_parallel_ranks_share_the_gpus_of_a_pod(manifests: list[Manifest]) 
 
 @pytest.mark.parametrize("num_gpus", [2, 4])
 def test_engines_of_a_list_of_models_are_checked(manifests: list[Manifest], num_gpus: int) -> None:
-    """The checks are those of a single model's engines."""
 
     def change(arguments: dict[str, Any]) -> None:
         model = {key: arguments.pop(key) for key in ("model", "engine", "prefill", "decode")}
@@ -192,7 +191,6 @@ def test_pods_that_do_not_fit_their_configuration(
 def test_a_label_that_matches_nothing(
     manifests: list[Manifest], kind: str, name: str, operation: dict[str, Any], message: str
 ) -> None:
-    """Selectors are compared with the labels that the pods will have."""
     assert any(message in line for line in mistaken(manifests, kind, name, operation))
 
 

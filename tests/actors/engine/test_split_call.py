@@ -8,14 +8,15 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from actors.engine.asgi_call import Notices
 from actors.engine.engine_actor import HANDED_BACK, Prefill
 from actors.engine.split_call import SplitCall
-from actors.errors import EngineDownError
+from actors.errors import EngineDownError, RefusedError
 from actors.request import (
     TRANSFER_FIELD,
     Accepted,
@@ -33,7 +34,7 @@ from actors.rpc import client, protocol, server, server_connection
 from actors.rpc.client import Channels
 from actors.rpc.messages import PrefillCandidate, PrefillOrder, RpcFailure, RpcRequest
 from actors.rpc.server import RpcServer
-from actors.rpc.server_connection import ServedStream
+from actors.rpc.server_connection import ServedStream, ServerConnection
 
 WAIT_S = 60.0
 """Limit of a wait for an event that is certain: far above a pause of the machine."""
@@ -45,12 +46,17 @@ RECEIVED = EngineTimings(0.0, 0.1, 0.2, 0.3, kv_asked_s=0.0, kv_ended_s=0.2)
 FIRST = FirstTokenChunk(b"data: 0\n\n", ((0,),), PROMPT, 9)
 CALL = Call("POST", "/v1/completions", body=json.dumps({"prompt": "p", "stream": True}).encode())
 
+WAITING = 2
+
 Behaviour = Callable[["PrefillEngine"], AsyncGenerator[Any, None]]
 
 
 class NoEngine:
     def __init__(self) -> None:
         self.discarded: list[str] = []
+
+    def waiting(self, rank: int) -> int:
+        return WAITING
 
     async def discard(self, transfer_id: str, rank: int) -> None:
         self.discarded.append(transfer_id)
@@ -76,11 +82,19 @@ class PrefillEngine(Prefill):
             yield Accepted("p", 3)
             async for item in self._behaviour(self):
                 yield item
+            while self._behaviour is waits and notices is not None:
+                yield await notices.get()
         finally:
             self.running -= 1
 
     def __del__(self) -> None:  # type: ignore[override]
         """Replace Serve's hook."""
+
+
+async def waits(_: PrefillEngine) -> AsyncGenerator[Any, None]:
+    """Yield the notices only: the prompt waits."""
+    for nothing in ():
+        yield nothing
 
 
 async def computes(engine: PrefillEngine) -> AsyncGenerator[Any, None]:
@@ -407,3 +421,74 @@ async def test_a_router_or_a_prefill_engine_of_version_1(version: int, monkeypat
         channel.cancel(stream)
         await world.at_rest()
         assert world.discarded == version - 1
+
+
+def sends(*items: Any) -> Behaviour:
+    async def serve(_: PrefillEngine) -> AsyncGenerator[Any, None]:
+        for item in items:
+            yield item
+
+    return serve
+
+
+def held_call(engine: PrefillEngine, number: str) -> tuple[ServedStream, AsyncGenerator[Any, None]]:
+    request = RpcRequest(Call("POST", "/v1/completions"), "r", 0, transfer_id=number, hold_s=3600.0)
+    stream = ServedStream(cast(ServerConnection, None), 1, expects_refusal=False)
+    return stream, engine.serve_request(0, request, stream)
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("items", "held"),
+    [
+        ([ResponseStart(200, JSON), b"{}"], True),
+        ([ResponseStart(400, JSON), b"{}"], False),
+        ([ResponseStart(200, EVENTS), FIRST], True),
+        ([ResponseStart(200, EVENTS), b'data: {"error": {}}\n\n', b"data: [DONE]\n\n"], False),
+    ],
+)
+@pytest.mark.parametrize("done", [False, True])
+async def test_a_call_is_held_if_its_prompt_was_computed(items: list[Any], held: bool, done: bool) -> None:
+    """Its KV is discarded unless decode has it."""
+    engine = PrefillEngine(sends(*items))
+    stream, call = held_call(engine, "t")
+    assert [await anext(call) for _ in range(1 + len(items))][1:] == items
+    rest = asyncio.ensure_future(anext(call, None))
+    await turns()
+    assert rest.done() != held
+    stream.done = stream.done or done
+    rest.cancel()
+    await asyncio.wait({rest})
+    await call.aclose()
+    assert not engine._held  # noqa: SLF001
+    assert engine.engine.discarded == ([] if held and done else ["t"])
+
+
+async def test_an_engine_without_new_calls_hands_back_the_prompts_that_wait() -> None:
+    """vLLM begins prompts in order of arrival. Computed prompts stay until decode has their KV."""
+    waiting, computed = PrefillEngine(waits), PrefillEngine(sends(ResponseStart(200, JSON), b"{}"))
+    computed._computing = waiting._computing  # noqa: SLF001
+    server: Any = SimpleNamespace(refuses=asyncio.Event(), accepts=asyncio.Event())
+
+    async def read(call: AsyncGenerator[Any, None]) -> None:
+        async for _ in call:
+            pass
+
+    engines = enumerate((waiting, computed, waiting, waiting, computed))
+    rests = [asyncio.ensure_future(read(held_call(engine, str(number))[1])) for number, engine in engines]
+    await asyncio.sleep(0)
+    emptying = asyncio.create_task(waiting._empty(0, server))  # noqa: SLF001
+    await turns()
+    assert not any(rest.done() for rest in rests)
+    server.refuses.set()
+    await turns()
+    assert [rest.done() for rest in rests] == [False, False, True, True, False]
+    assert all(isinstance(rest.exception(), RefusedError) for rest in rests[2:4])
+    assert waiting.engine.discarded == ["2", "3"]
+    for task in (emptying, *rests):
+        task.cancel()
+    await asyncio.gather(emptying, *rests, return_exceptions=True)
