@@ -81,7 +81,6 @@ def engine(
 
 
 def answers(status: int, body: dict[str, Any], delay_s: float = 0.0) -> Any:
-    """Return an engine that answers with JSON."""
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
         await asyncio.sleep(delay_s)
@@ -158,7 +157,6 @@ async def ask(router: Router, wanted: ClientRequest) -> tuple[Any, bytes]:
 
 
 def transfers(handle: Handle) -> list[str]:
-    """Return the transfer ids of a role's calls, in order."""
     bodies = [json.loads(call.body) for call in handle.calls]
     return [body[TRANSFER_FIELD]["transfer_id"] for body in bodies if TRANSFER_FIELD in body]
 

@@ -17,11 +17,12 @@ from typing import Any
 
 from ray.serve.handle import DeploymentBroadcastResponse
 
+from actors.adapter_records import AdapterRecord, AdapterRecords
 from actors.engine.asgi_call import Notices
 from actors.engine.split_call import SplitCall
 from actors.engine_pool.engine_call import EngineCall
 from actors.engine_pool.slots import EngineReplica, Slot, SlotRequest
-from actors.errors import CannotResumeError, EngineDownError, RefusedError
+from actors.errors import CannotResumeError, EngineDownError, RefusedError, UnavailableError
 from actors.policy.prefixes import EngineStore
 from actors.request import Accepted, Call, PrefillReport, ProducerAddress, TokenSource
 from actors.router.model_router import ModelEngines
@@ -236,6 +237,39 @@ def broadcast(
         return list(replies)
 
     return DeploymentBroadcastResponse(sent(), loop)
+
+
+class Records(AdapterRecords):
+    """Records in this process instead of Ray's control store."""
+
+    def __init__(self, **by_name: AdapterRecord) -> None:
+        self.by_name = by_name
+        self.lost = False
+        """Whether the Ray head is away."""
+
+    def _check(self) -> None:
+        if self.lost:
+            raise UnavailableError("no head")
+
+    async def names(self) -> list[str]:
+        return list(self.by_name)
+
+    async def add(self, name: str, record: AdapterRecord) -> bool:
+        self._check()
+        return self.by_name.setdefault(name, record) is record
+
+    async def get(self, name: str) -> AdapterRecord | None:
+        self._check()
+        return self.by_name.get(name)
+
+    async def delete(self, name: str) -> None:
+        self._check()
+        self.by_name.pop(name, None)
+
+    async def remove(self, name: str, record: AdapterRecord) -> None:
+        self._check()
+        if self.by_name.get(name) == record:
+            del self.by_name[name]
 
 
 class Handle:

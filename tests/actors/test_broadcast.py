@@ -77,7 +77,6 @@ async def test_replies_are_found_through_serves_own_loop() -> None:
     ids=lambda problem: type(problem).__name__,
 )
 async def test_nobody_can_be_asked(problem: Exception) -> None:
-    """For any reason, the caller continues."""
     assert await ask(lambda: broadcast(problem=problem)) == []
 
     def sent() -> DeploymentBroadcastResponse:
@@ -99,7 +98,6 @@ async def test_serve_that_does_not_learn_who_runs() -> None:
 
 @pytest.mark.usefixtures("virtual_time")
 async def test_whoever_asks_can_be_cancelled() -> None:
-    """No part of the call is left."""
     asking = asyncio.create_task(ask(lambda: broadcast(Reply("p", 60), Reply("q", 60))))
     await asyncio.sleep(BOUND_S / 3)
     asking.cancel()

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.engine.arguments import engine_arguments
 from app.engine_deployment import bundles, deployment_options
 from app.main import deploy_engine
-from configs.settings.base import RoleName, SettingsError
+from configs.settings.base import RoleName
 from configs.settings.parsing import parse_settings
 from configs.settings.service import ServiceSettings
 
@@ -63,21 +63,6 @@ def test_labels_go_where_the_decision_is_made() -> None:
 def test_vllm_is_told_which_executor(role: dict[str, Any], backend: str | None) -> None:
     """Outside a placement group, `mp` is vLLM's own choice."""
     assert engine_arguments(settings(**role), "prefill").get("distributed_executor_backend") == backend
-
-
-@pytest.mark.parametrize(
-    ("role", "message"),
-    [
-        ({"executor": "ray"}, "executor `ray` needs one GPU for each rank"),
-        ({"executor": "ray", "num_gpus": 1, "tensor_parallel_size": 2}, "tensor_parallel_size, 2, instead of 1"),
-        ({"executor": "ray", "num_gpus": 1, "placement": "apart"}, "placement must be `any` for executor `ray`"),
-        ({"executor": "uni"}, "decode.executor"),
-    ],
-)
-def test_what_cannot_be_placed(role: dict[str, Any], message: str) -> None:
-    """The error names the setting."""
-    with pytest.raises(SettingsError, match=message):
-        settings("decode", **role)
 
 
 class Idle:

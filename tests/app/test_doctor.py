@@ -278,6 +278,7 @@ def test_a_model_that_cannot_be_read(checkpoint: Path) -> None:
         # Latent attention in float32, the default without a GPU, on a CPU with AMX.
         ({}, {}, AMX, ["prefill: vLLM's MLA kernel", "decode: vLLM's MLA kernel"]),
         ({}, {"dtype": "bfloat16"}, AMX, ["prefill: vLLM's MLA kernel"]),
+        ({"attention_backend": "CPU_MLA"}, {}, AMX, []),
         ({}, {}, AVX2, []),
         # vLLM's own error comes when the engine starts.
         ({"kv_cache_dtype": "fp8"}, {}, AVX2, ["prefill: a KV cache of fp8", "decode: a KV cache of fp8"]),

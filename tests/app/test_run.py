@@ -239,7 +239,6 @@ def scaled(folder: Path, policy: Mapping[str, object], **roles: object) -> Path:
 
 
 def test_an_autoscaling_policy_for_both_roles(tmp_path: Path) -> None:
-    """The policy is accepted if both roles have an autoscaling_config."""
     _, settings = load(scaled(tmp_path, POLICY, prefill=SCALED, decode=SCALED), None)
     assert settings.prefill.scaled
 

@@ -9,7 +9,6 @@ LINES_OF_THE_LAUNCHER = 7
 
 
 def texts(lines: list[str]) -> list[str]:
-    """Return the line without the prefix and the time."""
     return [line.removeprefix("tandem: ").rsplit(maxsplit=2)[0].strip() for line in lines]
 
 

@@ -13,7 +13,6 @@ def test_the_committed_page_is_current() -> None:
 
 
 def test_every_setting_is_explained() -> None:
-    """No key is without a description."""
     entries = reference().split("\n- `")[1:]
     assert len(entries) > 100
     assert [entry for entry in entries if entry.split("\n\n")[0].endswith(":")] == []

@@ -104,26 +104,6 @@ async def two_engines() -> AsyncIterator[tuple[VllmEngine, VllmEngine]]:
             await engine.close()
 
 
-MOVING = ["greedy", "min tokens", "regex", *(kind for kind in KINDS if kind.startswith("greedy "))]
-CUTS = (1, 14, 27)
-
-
-@pytest.mark.parametrize("kind", MOVING)
-async def test_a_clients_stream_moves(two_engines: tuple[VllmEngine, VllmEngine], kind: str) -> None:
-    """Equal text, token ids, tool calls, finish reason and usage; the other engine has the KV."""
-    engine, heir = two_engines
-    whole = said(await stream(engine, *KINDS[kind]))
-    for cut in CUTS:
-        try:
-            moved = said(await stream(engine, *KINDS[kind], cut, heir, moves=True))
-        except NothingLeftError:
-            assert cut > whole["usage"]["completion_tokens"] / 2
-            break
-        assert moved == whole, f"moved after token {cut}"
-    llms = engine._llm, heir._llm  # noqa: SLF001 - no public way to the block pools
-    await until(lambda: all_reset(*llms))
-
-
 async def test_a_stream_that_ends_while_it_moves_holds_nothing(two_engines: tuple[VllmEngine, VllmEngine]) -> None:
     """Its last token completes a stop string, or its client goes: no engine asks for its KV."""
     engine, _ = two_engines

@@ -1,6 +1,7 @@
 """A stream interrupted at some token and resumed elsewhere equals the uninterrupted one.
 
-The campaign `continued` interrupts random streams at random tokens, `streams` kills real engines.
+The campaign `streams` kills real engines under streams of all kinds, `continued` interrupts or
+moves random streams at random tokens.
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ from app.demo.paths import MODEL_DIR
 from configs.settings.service import ServiceSettings
 from testing.sse import said
 from testing.streams import KINDS, MODEL, PARAMETERS, PROMPT, TOKENS, completion
-from tests.e2e.two_engines import HEADERS, SETTINGS, NothingLeftError, identity_of, start, stream
+from tests.e2e.two_engines import HEADERS, SETTINGS, identity_of, start, stream
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
-CUTS = (1, 14, 27)
 MESSAGE_TOOL = {"name": "weather", "input_schema": PARAMETERS}
 ATTEMPTS = 5
 
@@ -48,22 +48,6 @@ async def started(settings: ServiceSettings) -> AsyncIterator[VllmEngine]:
 async def engine() -> AsyncIterator[VllmEngine]:
     async with started(SETTINGS) as engine:
         yield engine
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_stream_goes_on_as_if_nothing_was(engine: VllmEngine, kind: str) -> None:
-    """Equal text, logprobs, token ids, tool calls, finish reason and usage."""
-    whole = said(await stream(engine, *KINDS[kind]))
-    tokens = whole["usage"]["completion_tokens"]
-    for cut in CUTS:
-        try:
-            resumed = said(await stream(engine, *KINDS[kind], dies_at=cut))
-        except NothingLeftError:
-            # vLLM's tool parser sends the arguments of a call with the last token.
-            assert "tool" in kind
-            assert cut > tokens / 2
-            break
-        assert resumed == whole, f"cut at token {cut}"
 
 
 @pytest.mark.parametrize(

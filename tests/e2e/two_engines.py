@@ -90,7 +90,6 @@ async def _answer(engine: VllmEngine, call: Call, fault: Fault) -> AsyncGenerato
 
 
 def serve(engine: VllmEngine, fault: Fault) -> Any:
-    """Return a replica's method."""
 
     async def method(call: Call, _: int) -> AsyncGenerator[Any, None]:
         async with aclosing(_answer(engine, call, fault)) as items:

@@ -58,16 +58,9 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     """
     if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
         return False
-    return all(_expression(one, labels) for one in selector.get("matchExpressions", []))
-
-
-def _expression(expression: dict[str, Any], labels: dict[str, str]) -> bool:
-    value, operator = labels.get(expression["key"]), expression["operator"]
-    if operator == "In":
-        return value in expression["values"]
-    if operator == "NotIn":
-        return value not in expression["values"]
-    return (value is not None) == (operator == "Exists")
+    expressions = selector.get("matchExpressions", [])
+    assert all(one["operator"] == "In" for one in expressions), "k8s/ uses no other operator"
+    return all(labels.get(one["key"]) in one["values"] for one in expressions)
 
 
 def _peers(peers: list[dict[str, Any]] | None, pod: Pod) -> bool:

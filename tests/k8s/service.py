@@ -38,7 +38,6 @@ def environment(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def problems(service: dict[str, Any]) -> list[str]:
-    """Return one line per mistake."""
     try:
         config, settings = embedded(service)
     except SettingsError as error:
@@ -145,7 +144,6 @@ def _router_port(groups: list[dict[str, Any]], settings: ServiceSettings) -> Ite
 
 
 def _probed(group: dict[str, Any]) -> tuple[Any, Any]:
-    """Return path and port of the readiness probe."""
     get = group["template"]["spec"]["containers"][0].get("readinessProbe", {}).get("httpGet", {})
     return get.get("path"), get.get("port")
 

@@ -81,6 +81,15 @@ def test_the_build_context_has_what_the_build_needs() -> None:
     assert "k8s/install.sh $(VENV) $(KIND)" in (PROJECT / "Makefile").read_text()
 
 
+def test_the_script_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    """The script refuses an unknown argument before any change."""
+    ended = subprocess.run(
+        [str(ROOT / "install.sh"), str(tmp_path), "tpu"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2
+    assert "must be development, cpu, gpu, gpu-development or checkout, not 'tpu'" in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("listed", "arguments", "expected"),
     [

@@ -22,7 +22,6 @@ CPU, CUDA = {"torch": "2.13.0+cpu"}, {"torch": "2.13.0"}
 
 
 def publish(index: Path, packages: dict[str, str]) -> None:
-    """Add wheels without modules to a package index on disk."""
     for name, version in packages.items():
         (index / name).mkdir(parents=True, exist_ok=True)
         file = f"{name.replace('-', '_')}-{version}-py3-none-any.whl"

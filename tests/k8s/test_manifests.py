@@ -76,7 +76,6 @@ def test_a_root_that_cannot_be_written(tmp_path: Path, directory: Path) -> None:
 
 
 def test_nothing_is_left_out() -> None:
-    """A check covers each YAML file under k8s/."""
     used = {path for directory in (*DIRECTORIES, READ_ONLY_ROOT, MODEL_CACHE) for path in _files(directory)}
     assert set(ROOT.rglob("*.yaml")) - used == set()
 
@@ -94,7 +93,6 @@ def _files(directory: Path) -> set[Path]:
 
 
 def test_the_variants() -> None:
-    """Each overlay renders its intended change."""
     rendered = {directory.name: render(directory) for directory in DIRECTORIES}
     service = {name: only(manifests, "RayService")[0]["spec"] for name, manifests in rendered.items()}
     upgrades = {name: spec["upgradeStrategy"]["type"] for name, spec in service.items()}

@@ -132,7 +132,6 @@ def test_data_parallel_ranks_share_the_gpus_of_a_pod(manifests: list[Manifest]) 
 
 @pytest.mark.parametrize("num_gpus", [2, 4])
 def test_engines_of_a_list_of_models_are_checked(manifests: list[Manifest], num_gpus: int) -> None:
-    """The checks are those of a single model's engines."""
 
     def change(arguments: dict[str, Any]) -> None:
         model = {key: arguments.pop(key) for key in ("model", "engine", "prefill", "decode")}
@@ -146,54 +145,46 @@ def test_engines_of_a_list_of_models_are_checked(manifests: list[Manifest], num_
         assert any("decode: num_gpus 4, but a pod has 2" in line for line in found), found
 
 
-@pytest.mark.parametrize(
-    ("operation", "message"),
-    [
-        (put(f"{PREFILL}{POD}/terminationGracePeriodSeconds", 240), "terminationGracePeriodSeconds (240 s) must be"),
-        (drop(f"{ROUTER}{POD}/terminationGracePeriodSeconds"), "terminationGracePeriodSeconds (30 s) must be longer"),
-        (
-            drop(f"{DECODE}{RAY}/env/4"),
-            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S (30 s) must be longer than decode.drain_s",
-        ),
-        (put(f"{DECODE}{RAY}/env/4/value", "90"), "DRAIN_TIMEOUT_S (90 s) must be longer than decode.drain_s (120 s)"),
-        (put(f"{CLUSTER}/autoscalerOptions/idleTimeoutSeconds", 60), "idleTimeoutSeconds (60 s) must be longer"),
-        (drop("/spec/rayClusterDeletionDelaySeconds"), "rayClusterDeletionDelaySeconds (60 s) must be longer"),
-        (put(f"{CLUSTER}/headGroupSpec/rayStartParams/num-cpus", "1"), 'num-cpus must be "0"'),
-        (put(f"{DECODE}/labels/tandem~1role", "prefill"), "must match one worker group, not prefill, decode"),
-        (
-            drop(f"{CLUSTER}/headGroupSpec/rayStartParams/object-store-memory"),
-            "head: rayStartParams object-store-memory",
-        ),
-        (put(f"{ROUTER}/rayStartParams/object-store-memory", "1207959552"), "/dev/shm has 1Gi, but Ray, vLLM and"),
-        (put(f"{DECODE}{RAY}/readinessProbe/tcpSocket/port", 8000), "decode: the readiness probe must be tcpSocket"),
-        (drop(f"{PREFILL}{RAY}/readinessProbe"), "prefill: the readiness probe must be tcpSocket on port `rpc`"),
-        (put(f"{DECODE}{RAY}/env/2/value", "20000-20010"), "UCX_TCP_PORT_RANGE must be a range"),
-    ],
-)
-def test_pods_that_do_not_fit_their_configuration(
-    manifests: list[Manifest], operation: dict[str, Any], message: str
-) -> None:
-    """The checks name timeouts in wrong order, unmatched labels, and a head with replicas."""
-    found = mistaken(manifests, "RayService", "tandem", operation)
-    assert any(message in line for line in found), found
+PODS = [
+    (put(f"{PREFILL}{POD}/terminationGracePeriodSeconds", 240), "terminationGracePeriodSeconds (240 s) must be"),
+    (drop(f"{ROUTER}{POD}/terminationGracePeriodSeconds"), "terminationGracePeriodSeconds (30 s) must be longer"),
+    (
+        drop(f"{DECODE}{RAY}/env/4"),
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S (30 s) must be longer than decode.drain_s",
+    ),
+    (put(f"{DECODE}{RAY}/env/4/value", "90"), "DRAIN_TIMEOUT_S (90 s) must be longer than decode.drain_s (120 s)"),
+    (put(f"{CLUSTER}/autoscalerOptions/idleTimeoutSeconds", 60), "idleTimeoutSeconds (60 s) must be longer"),
+    (drop("/spec/rayClusterDeletionDelaySeconds"), "rayClusterDeletionDelaySeconds (60 s) must be longer"),
+    (put(f"{CLUSTER}/headGroupSpec/rayStartParams/num-cpus", "1"), 'num-cpus must be "0"'),
+    (put(f"{DECODE}/labels/tandem~1role", "prefill"), "must match one worker group, not prefill, decode"),
+    (
+        drop(f"{CLUSTER}/headGroupSpec/rayStartParams/object-store-memory"),
+        "head: rayStartParams object-store-memory",
+    ),
+    (put(f"{ROUTER}/rayStartParams/object-store-memory", "1207959552"), "/dev/shm has 1Gi, but Ray, vLLM and"),
+    (put(f"{DECODE}{RAY}/readinessProbe/tcpSocket/port", 8000), "decode: the readiness probe must be tcpSocket"),
+    (drop(f"{PREFILL}{RAY}/readinessProbe"), "prefill: the readiness probe must be tcpSocket on port `rpc`"),
+    (put(f"{DECODE}{RAY}/env/2/value", "20000-20010"), "UCX_TCP_PORT_RANGE must be a range"),
+]
+OBJECTS = [
+    ("PodDisruptionBudget", "tandem-decode", put("/spec/selector/matchLabels/tandem~1role", "d"), "selects no pod"),
+    ("PodDisruptionBudget", "tandem-decode", put("/spec/minAvailable", 2), "2 of 2 pods: no node"),
+    ("PodDisruptionBudget", "tandem-decode", put("/spec/minAvailable", "50%"), "whole number of minAvailable"),
+    ("NetworkPolicy", "tandem-redis-in", put("/spec/podSelector/matchLabels/app", "x"), "selects no pod"),
+    ("Service", "tandem-redis", put("/spec/selector/tandem~1role", "cache"), "selects no pod"),
+    ("PodMonitor", "tandem", put("/spec/podMetricsEndpoints/0/port", "http"), "have no port 'http'"),
+]
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "operation", "message"),
-    [
-        ("PodDisruptionBudget", "tandem-decode", put("/spec/selector/matchLabels/tandem~1role", "d"), "selects no pod"),
-        ("PodDisruptionBudget", "tandem-decode", put("/spec/minAvailable", 2), "2 of 2 pods: no node"),
-        ("PodDisruptionBudget", "tandem-decode", put("/spec/minAvailable", "50%"), "whole number of minAvailable"),
-        ("NetworkPolicy", "tandem-redis-in", put("/spec/podSelector/matchLabels/app", "x"), "selects no pod"),
-        ("Service", "tandem-redis", put("/spec/selector/tandem~1role", "cache"), "selects no pod"),
-        ("PodMonitor", "tandem", put("/spec/podMetricsEndpoints/0/port", "http"), "have no port 'http'"),
-    ],
+    ("kind", "name", "operation", "message"), [*(("RayService", "tandem", *row) for row in PODS), *OBJECTS]
 )
-def test_a_label_that_matches_nothing(
+def test_what_does_not_fit_together(
     manifests: list[Manifest], kind: str, name: str, operation: dict[str, Any], message: str
 ) -> None:
-    """Selectors are compared with the labels that the pods will have."""
-    assert any(message in line for line in mistaken(manifests, kind, name, operation))
+    """Timeouts in wrong order, labels that match nothing, a head with replicas."""
+    found = mistaken(manifests, kind, name, operation)
+    assert any(message in line for line in found), found
 
 
 @pytest.mark.parametrize(

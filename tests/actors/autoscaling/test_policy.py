@@ -36,7 +36,6 @@ class Application:
             self.state.register_deployment(deployment, info, 1)
 
     def report(self, deployment, *loads):
-        """Report each load from one replica, a second ago."""
         replicas = [ReplicaID(str(number), deployment) for number in range(len(loads))]
         self.running[deployment] = len(replicas)
         self.state.update_running_replica_ids(deployment, replicas)
@@ -59,7 +58,6 @@ CALM = DecodeLoad(kv_use=0.1, running=1)
 
 
 def queued(load, requests: float) -> dict[str, float]:
-    """Return a report with the number of requests that wait in routers."""
     return asdict(load) | {"queued": requests}
 
 

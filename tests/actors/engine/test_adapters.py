@@ -10,9 +10,9 @@ import pytest
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-from actors.adapter_records import AdapterRecord, AdapterRecords
+from actors.adapter_records import AdapterRecord
 from actors.engine.adapters import EngineAdapters
-from actors.errors import UnavailableError
+from tests.actors.fleet import Records
 
 
 class Core:
@@ -51,22 +51,6 @@ class Engine:
     @property
     def paths(self) -> dict[str, str]:
         return {name: one.lora_path for name, one in self.models.lora_requests.items()}
-
-
-class Records(AdapterRecords):
-    """Records in this process instead of Ray's control store."""
-
-    def __init__(self, **by_name: AdapterRecord) -> None:
-        self.by_name = by_name
-        self.lost = False
-
-    async def names(self) -> list[str]:
-        return list(self.by_name)
-
-    async def get(self, name: str) -> AdapterRecord | None:
-        if self.lost:
-            raise UnavailableError("no head")
-        return self.by_name.get(name)
 
 
 def message(reply: dict[str, Any] | None) -> str:

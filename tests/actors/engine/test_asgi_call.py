@@ -64,7 +64,6 @@ def application() -> Application:
 
 
 async def test_a_response_is_its_start_and_its_body(application):
-    """Method, headers and body reach the application; status, headers and body come back."""
     call = Call("POST", "/echo", ((b"x", b"1"),), b"hello")
     items: list[Any] = [item async for item in call_asgi(application.asgi, call)]
     start, *body = items

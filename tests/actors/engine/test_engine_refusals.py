@@ -67,13 +67,10 @@ async def test_a_bad_request_within_a_stream_is_an_event(kind):
     assert "no such regex" in said["message"]
 
 
-async def test_an_error_of_the_engines_is_none_of_the_clients():
-    """An engine's error goes to the router, which retries elsewhere or answers 500."""
-    with pytest.raises(KeyError):
-        await answer(KeyError("inside"))
-
-
-async def test_an_engine_that_dies_within_a_stream_is_down():
-    """The router retries after EngineDownError; vLLM's responses API raises EngineDeadError."""
-    with pytest.raises(EngineDownError):
-        await answer(EngineDeadError(), dies=True)
+@pytest.mark.parametrize(
+    ("error", "dies", "raised"), [(KeyError("inside"), False, KeyError), (EngineDeadError(), True, EngineDownError)]
+)
+async def test_an_error_of_the_engine_is_none_of_the_clients(error, dies, raised):
+    """The router retries after EngineDownError, or answers 500."""
+    with pytest.raises(raised):
+        await answer(error, dies)

@@ -79,7 +79,6 @@ async def test_an_engine_whose_core_answers_nothing_is_unhealthy(monkeypatch: py
 
 
 async def test_a_question_that_fails_is_asked_again() -> None:
-    """A failed question is asked again, without a beat in between."""
     answers: list[bool | Exception] = [RuntimeError("busy dying"), True]
     beat = asyncio.Event()
 

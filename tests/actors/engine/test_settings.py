@@ -37,6 +37,13 @@ from testing.serve_objects import deployment_of, replica_config_of
         ({"prefill": {"data_parallel_size": 2}, "store": {"path": "/disk"}}, "prefill.data_parallel_size must be 1"),
         ({"transfer": {"side_channel_host": "127.0.0.1", "side_channel_port": 5600}}, "side_channel_port must be 0"),
         ({"transfer": {"side_channel_port": 5600}, "decode": {"replicas": {"max_replicas": 2}}}, "decode.placement"),
+        ({"decode": {"executor": "ray"}}, "executor `ray` needs one GPU for each rank"),
+        ({"decode": {"executor": "ray", "num_gpus": 1, "tensor_parallel_size": 2}}, "tensor_parallel_size, 2, instead"),
+        ({"decode": {"executor": "ray", "num_gpus": 1, "placement": "apart"}}, "must be `any` for executor `ray`"),
+        ({"decode": {"executor": "uni"}}, "decode.executor"),
+        ({"router": {"ssl_certfile": "a"}}, "ssl_certfile and ssl_keyfile must be set together"),
+        ({"router": {"ssl_ca_certs": "a"}}, "ssl_ca_certs needs ssl_certfile and ssl_keyfile"),
+        ({"router": {"ssl_certfile": "a", "ssl_keyfile": "b", "http_port": None}}, "ssl_certfile needs http_port"),
     ],
 )
 def test_a_wrong_setting_is_named(args, key):

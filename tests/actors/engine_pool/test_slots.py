@@ -24,7 +24,6 @@ SECONDS, CAPACITY = 120.0, 2000 / 210
 
 
 def engines(queue: int = 100, **slots: int) -> dict[str, EngineReplica]:
-    """Engines by name, with this number of slots each."""
     return {name: EngineReplica(RPC, count, queue, {}, name) for name, count in slots.items()}
 
 
@@ -36,7 +35,6 @@ async def soon(*tasks: asyncio.Task[str]) -> list[str | None]:
 
 
 async def test_the_preferred_one_then_the_least_busy() -> None:
-    """The pool takes the preferred replica, else the least busy one, of those with a slot."""
     here = SlotPool(lambda: engines(a=2, b=2, c=2))
     assert await here.take(SlotRequest(prefer=["b"])) == "b"
     assert await here.take(SlotRequest(prefer=["x", "b"])) == "b"
@@ -94,7 +92,6 @@ async def test_sequences_are_counted() -> None:
 
 
 async def test_who_waits_is_served_in_turn() -> None:
-    """Requests get slots in order of arrival, except on engines that the first request avoids."""
     here = SlotPool(lambda: engines(a=1, b=1))
     assert {await here.take(), await here.take()} == {"a", "b"}
     first, second = (asyncio.create_task(here.take(SlotRequest(avoid=avoid))) for avoid in ({"a"}, set()))
@@ -122,7 +119,6 @@ async def test_a_list_of_prompts_waits_like_one_request() -> None:
 
 
 async def test_an_engine_that_comes_later() -> None:
-    """A new engine is found while requests wait."""
     found: dict[str, EngineReplica] = {}
     here = SlotPool(lambda: found)
     waiting = [asyncio.create_task(here.take()) for _ in range(3)]
@@ -242,7 +238,6 @@ async def test_who_asks_a_full_engine_and_leaves_is_followed(monkeypatch: pytest
 
 
 async def test_slots_of_other_routers_are_theirs() -> None:
-    """Slots that other routers are known to use are not granted."""
     here = SlotPool(lambda: engines(a=5))
     await here.take()
     here.record_accepted("a", 4)

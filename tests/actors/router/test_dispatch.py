@@ -228,6 +228,21 @@ CASES = [
         for status in (429, 500)
     ),
     Case("dies after the end", [ends_and_dies] * 2, STREAM, [1, 0]),
+    # Further engines are tried while each sends new tokens; not if one token ends them all.
+    Case(
+        "nine deaths",
+        [*(engine(n, [1, 2, 3], 1 + 4 * n) for n in range(9)), engine(10, [4])],
+        STREAM,
+        [1] * 10,
+        limits={"attempts": 2},
+    ),
+    Case(
+        "deaths at one token",
+        [engine(n, [1], 7) for n in range(6)],
+        (UnavailableError, None),
+        [1] * LIMITS.attempts + [0] * (6 - LIMITS.attempts),
+        resumed="failed",
+    ),
     Case("ends early", [stops] * 2, (UnavailableError, "before its end")),
     # Only with the same prompt (an image URL is fetched again), model and adapter.
     *(
@@ -345,33 +360,6 @@ async def test_a_stream_outlives_its_engine(cut, half):
     # Before the first token there is no stream to continue: that is another attempt.
     begun = cut >= 2 or half
     assert counted(router, "tandem_resumed_streams_total", outcome="resumed") == (begun and cut < TOKENS)
-
-
-async def test_a_stream_outlives_many_engines():
-    """The router tries further engines as long as each one sends new tokens."""
-    router, p, d = fleet([well], [engine(10, [4])] + [engine(n, [1, 2, 3], 1 + 4 * n) for n in reversed(range(9))])
-    router.limits = LIMITS.model_copy(update={"attempts": 2})
-    d.in_order = True
-    assert said((await ask(router, request()))[1])["text"] == ALL
-    await at_rest(p, d)
-
-
-async def test_a_stream_that_kills_every_engine_at_one_token_ends():
-    """The stream ends with an error after `attempts` engines, before all engines have died."""
-    router, p, d = fleet([well], [engine(n, [1], 7) for n in range(6)])
-    sent = b""
-
-    async def read() -> None:
-        nonlocal sent
-        async with router.answer(request()) as answer:
-            async for some in body_of(answer):
-                sent += some
-
-    with pytest.raises(UnavailableError):
-        await read()
-    await at_rest(p, d)
-    assert (b"<6>" in sent, b"<7>" in sent, len(d.calls)) == (True, False, LIMITS.attempts)
-    assert counted(router, "tandem_resumed_streams_total", outcome="failed") == 1
 
 
 @pytest.mark.parametrize("pause_s", [0.1, 0.2])

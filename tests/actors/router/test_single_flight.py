@@ -37,7 +37,6 @@ async def test_one_answer_for_all_who_ask_together() -> None:
 
 
 async def test_an_answer_that_is_old_is_made_anew() -> None:
-    """A result is reused until it is old."""
     flight = SingleFlight(Work(), AGE_S)
     assert [await flight(), await flight()] == [1, 1]
     await asyncio.sleep(1.5 * AGE_S)

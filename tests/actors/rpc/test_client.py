@@ -225,7 +225,6 @@ async def test_methods_of_an_engine(world: World) -> None:
 
 
 async def test_a_router_that_closes_while_it_connects(world: World) -> None:
-    """The calls of the closing router fail."""
     async with AsyncExitStack() as stack:
         call = await world.call("ends", stack)
         reading = asyncio.create_task(items(call))
@@ -236,7 +235,6 @@ async def test_a_router_that_closes_while_it_connects(world: World) -> None:
 
 
 async def test_a_call_that_is_cancelled_while_it_connects(world: World) -> None:
-    """The client does not send the call."""
     async with AsyncExitStack() as stack:
         cancelled = await world.call("hangs", stack)
         cancelled.cancel()

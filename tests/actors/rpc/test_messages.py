@@ -120,7 +120,6 @@ def test_a_stream_that_moves() -> None:
 
 
 def test_every_supported_version_is_recorded() -> None:
-    """Each supported version has its frames."""
     assert set(MESSAGES) == set(FILES) == set(range(OLDEST_VERSION, NEWEST_VERSION + 1))
 
 

@@ -89,8 +89,8 @@ async def test_a_silent_peer_is_disconnected(world: World, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     "said",
-    [RpcHello(1, "again"), opened(1), Credit(1, 2**40)],
-    ids=["hello", "same stream", "too much"],
+    [RpcHello(1, "again"), opened(1), Credit(1, 0), Credit(1, 2**40)],
+    ids=["hello", "same stream", "no credit", "too much"],
 )
 async def test_a_router_that_breaks_the_protocol(world: World, said: Any) -> None:
     """The engine closes the connection in the middle of a call, and the call ends.

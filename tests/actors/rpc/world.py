@@ -117,7 +117,6 @@ class World:
 
 
 async def read(call: Any, found: list[Any]) -> None:
-    """Add the received items to `found`."""
     while True:
         try:
             found.append(await call.__anext__())
@@ -126,7 +125,6 @@ async def read(call: Any, found: list[Any]) -> None:
 
 
 async def items(call: Any) -> list[Any]:
-    """Return all received items."""
     found: list[Any] = []
     await read(call, found)
     return found
@@ -140,7 +138,6 @@ def joined(found: list[Any]) -> list[Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds."""
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110 - neither side has an event for it
             await asyncio.sleep(0.005)

@@ -23,7 +23,6 @@ time.sleep(300)
 
 @pytest.fixture(autouse=True)
 def workaround(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apply the workaround during each test."""
     monkeypatch.setattr(utils, "kill_process_tree", utils.kill_process_tree)
     ignore_ended_processes()
 

@@ -73,7 +73,6 @@ def test_what_cannot_run(
     ],
 )
 def test_gated_delta_net_is_recognised(model_type: str, layer_types: list[str] | None, gated: bool) -> None:
-    """The model's type and its layers identify a gated delta net."""
     config = SimpleNamespace(model_type=model_type, layer_types=layer_types)
     assert layers_of(config, mla=False) == Layers(gated_delta_net=gated)
 

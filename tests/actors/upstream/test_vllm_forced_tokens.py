@@ -37,7 +37,6 @@ def rows(processor: ForcedTokens, count: int) -> list[int | None]:
 
 
 def test_a_preempted_request_goes_on_where_it_was() -> None:
-    """A preempted request returns with its output, and continues after it."""
     processor = ForcedTokens(None, torch.device("cpu"), False)
     processor.update_state(update(1, added=((0, params(4, 5, 6), [0], [4, 5]),)))
     assert rows(processor, 1) == [6]

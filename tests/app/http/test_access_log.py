@@ -129,7 +129,6 @@ async def test_requests_in_the_log(request_log: str, logged: dict[str, Any]) -> 
 
 
 async def test_an_answer_tells_its_usage() -> None:
-    """The log has the usage of a request that decode serves alone."""
     text = 'a text with "usage":{"prompt_tokens":99}'
     logged = Logged([], [answers(200, {"choices": [{"text": text}], "usage": USAGE})])
     await logged.http.post("/v1/completions", json={"prompt": "a", "echo": True})
@@ -149,7 +148,6 @@ async def test_an_answer_tells_its_usage() -> None:
     ],
 )
 async def test_refusals_are_logged(path: str, body: bytes, key: str, status: int) -> None:
-    """The line has the status and no route."""
     logged = Logged([], [dies], KEY)
     await logged.http.post(path, content=body, headers={"Authorization": f"Bearer {key}"})
     line = await logged.line()
@@ -159,7 +157,6 @@ async def test_refusals_are_logged(path: str, body: bytes, key: str, status: int
 
 
 async def test_a_client_that_leaves_before_its_answer() -> None:
-    """The log line has no status, and is marked incomplete."""
     logged = Logged([well], [hangs])
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
@@ -193,7 +190,6 @@ async def test_probes_are_not_logged() -> None:
 
 
 def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three full files are kept."""
     monkeypatch.setattr(record, "FILE_BYTES", 100)
     write = open_access_log(tmp_path, "r1")
     for number in range(1000):

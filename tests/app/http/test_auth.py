@@ -83,7 +83,6 @@ def bearer(key: str) -> dict[bytes, bytes]:
     ],
 )
 async def test_without_a_key_nobody_comes_in(authorization):
-    """Any path gets 401 in OpenAI's form; the application does not receive the request."""
     surface = Surface(KEYS)
     headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
     for path in ("/v1/completions", "/v1/models", "/health/", "/metricsx", "/tandem/status", "http://tandem//health"):

@@ -22,7 +22,6 @@ from app.http.errors import BadRequestError, MalformedError, error_event, error_
     ],
 )
 def test_an_errors_response(error, status, kind, retry_after):
-    """An error has status, type and, if a retry may help, Retry-After."""
     response = error_response(error, retry_after_s=7)
     body = json.loads(bytes(response.body))["error"]
     assert (response.status_code, body["code"], body["type"]) == (status, status, kind)

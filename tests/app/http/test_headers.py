@@ -63,7 +63,6 @@ async def test_what_has_no_end_is_not_kept(port: int, first: bytes, piece: bytes
 
 @pytest.mark.parametrize(("length", "status"), [(60_000, 200), (70_000, 431), (250_000, 431)])
 async def test_a_large_head(port: int, length: int, status: int) -> None:
-    """The request header arrives complete, in one piece."""
     head = HEAD + b"Connection: close\r\nx: " + b"a" * length + b"\r\n\r\n"
     said, _ = await said_until_closed(port, [head])
     assert said.startswith(b"HTTP/1.1 %d " % status)
@@ -150,7 +149,6 @@ async def test_an_idle_connection_closes(pieces: list[bytes]) -> None:
 
 @pytest.mark.usefixtures("short_head")
 async def test_a_body_takes_longer_than_the_header_timeout(port: int) -> None:
-    """A large body that arrives slowly, and one in many chunks."""
     close = b"Connection: close\r\n\r\n"
     head = b"POST /length HTTP/1.1\r\nContent-Length: 8000000\r\n" + close
     said, took_s = await said_until_closed(port, [head, *[b"a" * 1_000_000] * 8], HEAD_S / 4)
@@ -203,6 +201,18 @@ async def test_headers_during_an_answer(rest: bytes) -> None:
     ids=["a bad chunk", "a bad chunk after an upgrade", "HTTP/2 without an upgrade", "a tunnel"],
 )
 async def test_what_cannot_be_read(port: int, request_bytes: bytes) -> None:
-    """The client receives an error response before the connection closes."""
     said, _ = await said_until_closed(port, [request_bytes])
     assert said.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("rest", [b"no HTTP at all\r\n\r\n", HEAD + b"x: " + b"a" * 70_000 + b"\r\n\r\n"])
+async def test_what_follows_a_pipelined_request_does_not_end_the_answer(rest: bytes) -> None:
+    port, behind = free_port(), Behind("a stream")
+    async with opened(behind, port):
+        stream = b"GET /slow HTTP/1.1\r\nHost: tandem\r\n\r\n"
+        asking = asyncio.create_task(said_until_closed(port, [stream + HEAD + b"\r\n" + rest, rest]))
+        await asyncio.sleep(HEAD_S)
+        behind.go_on.set()
+        said, _ = await asking
+        assert b" has ended" in said
+        assert said.count(b"HTTP/1.1 ") == 1

@@ -56,7 +56,6 @@ async def test_few_open_files_are_reported(caplog: pytest.LogCaptureFixture) -> 
 
 
 async def exchange(port: int, request: str) -> bytes:
-    """Return all bytes of the answer, until the server closes the connection."""
     reader, writer = await asyncio.open_connection(HOST, port)
     writer.write(request.encode())
     answer = await asyncio.wait_for(reader.read(), WAIT_S)
@@ -160,7 +159,6 @@ async def test_the_port_of_another_service() -> None:
 
 @pytest.mark.parametrize("says", [b"SSH-2.0-none\r\n", b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", b""])
 async def test_the_port_of_another_program(says: bytes) -> None:
-    """The port is refused whatever the other program answers."""
 
     async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(says)
@@ -184,13 +182,11 @@ async def test_routers_that_start_together() -> None:
 
 
 async def test_an_address_of_another_machine() -> None:
-    """The error names the address that cannot be used."""
     with pytest.raises(ConfigurationError, match=r"192.0.2.77:80.*cannot be used"):
         await HttpServer(Behind("one").app, "192.0.2.77", 80, LEAVE_S, "ours").open()
 
 
 async def test_it_listens_where_it_is_told() -> None:
-    """The server listens on no other interface."""
     port = free_port()
     async with opened(Behind("one"), port):
         with socket.socket() as other:

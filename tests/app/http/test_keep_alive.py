@@ -66,7 +66,6 @@ class Recorder(Client):
 
 
 def late(serve: Any, delay_s: float = 0.5) -> Any:
-    """An engine whose answer begins `delay_s` late."""
 
     async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
         for _ in range(5):
@@ -163,14 +162,12 @@ async def test_responses_of_decode_alone_have_comments() -> None:
 
 
 async def test_an_answer_in_time_is_unchanged() -> None:
-    """The headers contain the route, and the router adds no comments."""
     client, _ = await served([well], [engine(1, [2])], request(), keep_alive_s=20.0)
     assert client.headers[b"x-tandem-route"] == b"remote"
     assert COMMENT not in client.body
 
 
 async def test_retries_go_on_behind_the_comments() -> None:
-    """Engines that fail before the first token are replaced although the status is sent."""
     client, _ = await served([well], [late(dies), late(engine(1, [3]))], request())
     assert client.status == 200
     assert said(client.body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
@@ -217,7 +214,6 @@ async def test_an_error_in_another_form(endpoint: Any, prompt: Any, answer: Any,
 
 
 def recording(endpoint: Any, **fields: str) -> ClientRequest:
-    """A form with these fields."""
     parts = [f'--b\r\nContent-Disposition: form-data; name="{key}"\r\n\r\n{fields[key]}\r\n' for key in fields]
     return ClientRequest(
         endpoint, ((b"content-type", b"multipart/form-data; boundary=b"),), ("".join(parts) + "--b--\r\n").encode(), {}
@@ -254,7 +250,6 @@ async def test_others_wait_for_their_status(stream: Any, interval_s: float | Non
 
 
 async def test_a_client_that_leaves_while_it_waits() -> None:
-    """The router sends nothing after the disconnect, and holds no slot or KV."""
     router, p, d = fleet([well], [hangs])
     router.limits = LIMITS.model_copy(update={"keep_alive_s": 0.05})
     client = Recorder(request())

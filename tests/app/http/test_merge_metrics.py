@@ -10,7 +10,6 @@ from app.http.merge_metrics import merge
 
 
 def exposition(requests: int, seconds: float) -> str:
-    """Return the exposition of a process with three kinds of metrics."""
     registry = CollectorRegistry()
     Counter("vllm:requests", "Requests.", ["model"], registry=registry).labels("m").inc(requests)
     Gauge("vllm:running", "Running.", registry=registry).set(requests)
@@ -44,7 +43,6 @@ def series(text: str, **more: str) -> Counter_[tuple[Series, float]]:
 
 
 def expected(sources: list[tuple[str, str, str]]) -> Counter_[tuple[Series, float]]:
-    """Return the series of all processes, read one by one."""
     return sum((series(text, role=role, replica=replica) for role, replica, text in sources), Counter_())
 
 
@@ -96,7 +94,6 @@ def test_odd_lines_mean_what_they_meant():
 
 
 def test_values_are_left_as_they_are():
-    """Numbers are copied, not parsed and formatted."""
     merged = merge([("r", "i", '# TYPE a gauge\na 12345678901234567890\na{b="c"} 1e-07 1700000000000\n')])
     assert merged == (
         "# TYPE a gauge\n"
@@ -107,7 +104,6 @@ def test_values_are_left_as_they_are():
 
 @pytest.mark.parametrize("replica", ['quo"te', "back\\slash", "new\nline", "{}", "a b,c", "\N{SNOWMAN}\x85\u2028"])
 def test_any_origin_is_escaped(replica: str):
-    """Any replica name and any label values can be parsed again."""
     registry = CollectorRegistry()
     Gauge("plain", "Plain.", registry=registry).set(1)
     Gauge("labelled", "Labelled.", ["a"], registry=registry).labels(replica).set(2)

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 def router(prefill: str, decode: str) -> Router:
-    """Return a router with a replica of each identity."""
 
     async def silent(*_: object) -> Any:
         yield
@@ -84,7 +83,6 @@ class Asked:
 
 
 async def test_scrapes_share_an_answer() -> None:
-    """Concurrent requests and those soon after share one answer."""
     router = Asked()
     async with client_of(router) as http:
         replies = await asyncio.gather(*(http.get("/metrics") for _ in range(20)))

@@ -48,7 +48,6 @@ from configs.settings.router import RouterLimits
     ],
 )
 def test_a_body_that_is_refused(raw, message, param):
-    """Each refusal names the error and, if there is one, the field."""
     with pytest.raises(BadRequestError, match=message) as raised:
         parse_body(raw)
     assert raised.value.param == param
@@ -71,7 +70,6 @@ def client():
 
 
 def test_a_good_request_is_read(client):
-    """The request has the parsed body and only the headers that engines receive."""
     reply = client.post("/", json={"prompt": "x"}, headers={"x-request-id": "r1", "authorization": "Bearer s"})
     assert reply.json() == {
         "body": {"prompt": "x"},
@@ -88,7 +86,6 @@ def test_a_request_without_an_id_gets_one(client):
 @pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize(("size_bytes", "status"), [(100, 200), (101, 413)])
 def test_the_limit_of_a_body_is_exact(client, size_bytes, status, declared):
-    """The limit of 100 bytes is the last accepted size."""
     raw = b'{"prompt": "' + b"x" * (size_bytes - 14) + b'"}'
     assert len(raw) == size_bytes
     assert client.post("/", content=raw if declared else iter([raw[:50], raw[50:]])).status_code == status

@@ -74,7 +74,6 @@ def request(version: str, close: bool) -> bytes:
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
-    """Read one response; return its body."""
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ")
     if b"transfer-encoding: chunked" not in head:

@@ -196,13 +196,11 @@ async def test_a_priority_reaches_engines_only_if_the_setting_allows_it(allowed:
 
 
 def written(folder: Path) -> dict[str, list[Any]]:
-    """Return the lines of each file."""
     return {path.name: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("settings", [{}, {"access_log": False}])
 async def test_a_request_is_in_the_access_log_unless_it_is_off(settings: dict[str, Any], tmp_path: Path) -> None:
-    """The file of the replica has its line."""
     async with decode(), listening(**settings) as client:
         await client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "trace-7"})
     files = written(tmp_path)

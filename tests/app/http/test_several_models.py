@@ -10,13 +10,13 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from actors.adapter_records import AdapterRecord, AdapterRecords
-from actors.errors import RefusedError, UnavailableError
+from actors.adapter_records import AdapterRecord
+from actors.errors import RefusedError
 from actors.request import Call, ResponseStart
 from actors.router.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica
 from tests.actors.behaviours import JSON, LIMITS
-from tests.actors.fleet import Handle, Replica, at_rest
+from tests.actors.fleet import Handle, Records, Replica, at_rest
 from tests.app.http.servers import client_of
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
@@ -74,36 +74,6 @@ class Engines(Handle):
         return set.union(*self.adapters.values())
 
 
-class Records(AdapterRecords):
-    """Records in this process instead of Ray's control store."""
-
-    def __init__(self) -> None:
-        self.by_name: dict[str, AdapterRecord] = {}
-        self.lost = False
-        """Whether the Ray head is away."""
-
-    def _check(self) -> None:
-        if self.lost:
-            raise UnavailableError("no head")
-
-    async def add(self, name: str, record: AdapterRecord) -> bool:
-        self._check()
-        return self.by_name.setdefault(name, record) is record
-
-    async def get(self, name: str) -> AdapterRecord | None:
-        self._check()
-        return self.by_name.get(name)
-
-    async def delete(self, name: str) -> None:
-        self._check()
-        self.by_name.pop(name, None)
-
-    async def remove(self, name: str, record: AdapterRecord) -> None:
-        self._check()
-        if self.by_name.get(name) == record:
-            del self.by_name[name]
-
-
 def error(message: str, kind: str, code: int) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
@@ -152,7 +122,6 @@ async def test_a_slow_body_of_a_change_gets_408(service: Service) -> None:
 
 @pytest.fixture
 async def two_loading() -> AsyncGenerator[Service, None]:
-    """Both models load adapters."""
     made = Service(b_loads=True)
     yield made
     await made.at_rest()

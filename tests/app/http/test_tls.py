@@ -16,7 +16,6 @@ from actors.tls import TlsFiles
 from app.doctor.machine import check_tls
 from app.http.http_server import SERVICE_PATH, HttpServer
 from app.main import build
-from configs.settings.base import SettingsError
 from configs.settings.parsing import parse_settings
 from connectors.errors import ConfigurationError
 from testing.certificates import Authority, MonthsAgo
@@ -158,16 +157,3 @@ def test_the_build_and_the_doctor_report_what_serves_proxy_refuses(caplog: pytes
     reported = [caplog.messages[-1], next(iter(check_tls({}, parse_settings({"router": router})))).what]
     assert all("TLS and a client certificate, so Ray Serve's proxy answers only" in one for one in reported)
     assert all("router's port 8443 " in one for one in reported)
-
-
-@pytest.mark.parametrize(
-    ("router", "message"),
-    [
-        ({"ssl_certfile": "a"}, "ssl_certfile and ssl_keyfile must be set together"),
-        ({"ssl_ca_certs": "a"}, "ssl_ca_certs needs ssl_certfile and ssl_keyfile"),
-        ({"ssl_certfile": "a", "ssl_keyfile": "b", "http_port": None}, "ssl_certfile needs http_port"),
-    ],
-)
-def test_incomplete_settings(router: dict[str, object], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        parse_settings({"router": router})
