@@ -132,7 +132,7 @@ emulated-gpu: ## Run pairs of engines on an emulated GPU, without one (slow): ST
 
 .PHONY: gpu-check
 gpu-check: ## Check Tandem on this machine's NVIDIA GPUs in 5 minutes: GPU_PYTHON=python3
-	@$(GPU_PYTHON) -m tests.campaigns.gpu
+	@$(GPU_PYTHON) -m tests.campaigns gpu-check
 
 build/lock/bin/uv:
 	$(PYTHON) -m venv build/lock

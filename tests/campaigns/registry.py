@@ -19,7 +19,7 @@ explore             protocol.explore:explore 10 PART=1/6 computes every interlea
 schedules           schedules.scheduling:schedules 3 . computes random steps of vLLM's scheduler, with drafts too
 store-faults        store.campaign:store_faults 5 . computes faults in the KV store
 store-schedules     store.scheduling:store_schedules 4 STEPS=24000 computes steps of vLLM's scheduler with a store
-gpu-check           suites:gpu_check 1 . computes transport, digests and engines on NVIDIA GPUs
+gpu-check           gpu.campaign:gpu_check 1 . computes transport, digests and engines on NVIDIA GPUs
 identity            shapes.families:identity 3 COUNT=30 - tokens and logprobs of one engine, by TP sizes
 families            shapes.families:families 6 COUNT=3,FEWER=1 - every kind of KV cache, unequal shapes
 ranks               shapes.families:ranks 2 COUNT=8,ONLY=gemma3 - data-parallel ranks on either side

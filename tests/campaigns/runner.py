@@ -119,10 +119,12 @@ def misquoted(text: str, damage: float, rng: random.Random) -> str:
 
 
 def commit() -> str:
-    """Return the commit of the working tree, with a mark if it is modified."""
+    """Return the commit of the working tree, with a mark if it is modified; "" without Git."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        with contextlib.suppress(OSError):
+            return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        return ""
 
     return git("rev-parse", "--short=10", "HEAD") + ("-modified" if git("status", "--porcelain") else "")
 

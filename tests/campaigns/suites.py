@@ -45,10 +45,6 @@ def placement(report: Report) -> None:
     program(report, "pytest", "-q", "tests/app/test_deployment_options.py", TANDEM_PLACEMENT="1")
 
 
-def gpu_check(report: Report) -> None:
-    program(report, "tests.campaigns.gpu", lines=20)
-
-
 def ray_serve_llm(report: Report) -> None:
     if not (ROOT / ray_llm.PYTHON).exists():
         subprocess.run(["make", ray_llm.PYTHON], cwd=ROOT, check=True)

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from configs.settings.parsing import parse_settings
-from tests.campaigns.gpu import __main__ as gpu_check
+from tests.campaigns.gpu import campaign as gpu_check
 from tests.campaigns.gpu.device import set_current
 from tests.campaigns.gpu.pair import Pair
 from tests.campaigns.gpu.programs import configuration

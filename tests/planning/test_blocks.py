@@ -1,4 +1,4 @@
-"""Tokens to blocks: tables computed by hand around window and block boundaries.
+"""Tokens to blocks: refusals, and boundaries that the oracle's sample leaves out.
 
 Blocks have 4 tokens.
 """
@@ -14,7 +14,6 @@ from connectors.planning.blocks import (
     empty_blocks,
     first_needed_token,
     wanted_blocks,
-    wanted_units,
 )
 from connectors.planning.layout import Group, GroupKind, LayerPages
 from connectors.planning.plan import unit_shape
@@ -33,51 +32,6 @@ def chunked(window_tokens: int) -> Group:
 
 TABLE = list(range(101, 111))
 """Block table with block 100 + p + 1 at position p, for up to 40 tokens."""
-
-
-@pytest.mark.parametrize(
-    ("group", "start", "end", "positions"),
-    [
-        (FULL, 0, 0, []),
-        (FULL, 0, 1, [0]),
-        (FULL, 0, 4, [0]),
-        (FULL, 0, 5, [0, 1]),
-        (FULL, 4, 16, [1, 2, 3]),
-        (FULL, 8, 9, [2]),
-        (FULL, 16, 16, []),
-        # resuming at token e attends to tokens e-W+1 .. e; tokens below e come from the producer
-        (sliding(4), 0, 3, [0]),
-        (sliding(4), 0, 4, [0]),  # tokens 1..4: 1, 2, 3 are needed, block 1 is the consumer's own
-        (sliding(4), 0, 5, [0, 1]),  # tokens 2..5
-        (sliding(4), 0, 7, [1]),  # tokens 4..7
-        (sliding(4), 0, 8, [1]),  # tokens 5..8
-        (sliding(4), 0, 11, [2]),
-        (sliding(5), 0, 7, [0, 1]),  # tokens 3..7
-        (sliding(5), 0, 8, [1]),  # tokens 4..8
-        (sliding(8), 0, 40, [8, 9]),  # tokens 33..40
-        (sliding(8), 0, 38, [7, 8, 9]),  # tokens 31..38
-        (sliding(100), 0, 10, [0, 1, 2]),  # the window is longer than the prompt
-        (sliding(8), 36, 39, [9]),  # a prefix hit inside the window
-        (sliding(8), 8, 39, [8, 9]),  # a prefix hit before the window
-        (sliding(1), 0, 8, []),  # the next token attends to itself only
-        (sliding(1), 0, 9, []),  # even if that token does not begin a block
-        (chunked(8), 0, 7, [0, 1]),
-        (chunked(8), 0, 8, []),  # token 8 begins a chunk: it attends to nothing before it
-        (chunked(8), 0, 9, [2]),  # token 8
-        (chunked(8), 0, 15, [2, 3]),
-        (chunked(6), 0, 11, [1, 2]),  # tokens 6..10: the chunk begins inside block 1
-        (chunked(6), 0, 13, [3]),  # token 12
-        (chunked(100), 8, 10, [2]),  # a prefix hit inside the chunk
-        (chunked(8), 4, 15, [2, 3]),  # and one before it
-        (chunked(8), 12, 15, [3]),
-        (STATE, 8, 8, []),
-    ],
-)
-def test_wanted_blocks(group: Group, start: int, end: int, positions: list[int]) -> None:
-    """Blocks with a token in ``[start, end)`` to which a resume at ``end`` attends."""
-    blocks = wanted_blocks(group, TABLE, start, end)
-    assert blocks.positions.tolist() == positions
-    assert blocks.ids.tolist() == [TABLE[p] for p in positions]
 
 
 @pytest.mark.parametrize(
@@ -126,26 +80,10 @@ def test_null_blocks_before_the_window_and_old_states_are_ignored() -> None:
         assert (blocks.positions.tolist(), blocks.ids.tolist()) == ([0], [table[-1]])
 
 
-@pytest.mark.parametrize(
-    ("group", "tokens", "computed", "end", "complete"),
-    [
-        (FULL, 4, 3, 10, [False, False, False]),
-        (FULL, 4, 4, 10, [True, False, False]),
-        (FULL, 4, 9, 10, [True, True, False]),
-        (FULL, 4, 10, 10, [True, True, True]),  # the last block is complete with the prompt
-        (FULL, 4, 11, 12, [True, True, False]),
-        (FULL, 2, 2, 9, [True, False, False, False, False]),  # half a block moves once it is computed
-        (FULL, 2, 8, 9, [True, True, True, True, False]),
-        (FULL, 2, 9, 9, [True, True, True, True, True]),  # unit 4 has one token of the prompt
-        (STATE, 1, 9, 10, [False]),  # a state changes with every token
-        (STATE, 1, 10, 10, [True]),
-        (STATE, 1, 11, 10, [False]),
-    ],
-)
-def test_complete_units(group: Group, tokens: int, computed: int, end: int, complete: list[bool]) -> None:
-    """All tokens of the unit below ``end`` are computed."""
-    units, shape = np.arange(len(complete)), UnitShape(tokens, 1, 1)
-    assert complete_units(group, units, shape, computed, end).tolist() == complete
+@pytest.mark.parametrize(("computed", "complete"), [(9, False), (10, True), (11, False)])
+def test_a_state_is_complete_after_its_last_token_only(computed: int, complete: bool) -> None:
+    """Every later token changes it."""
+    assert complete_units(STATE, np.arange(1), UnitShape(1, 1, 1), computed, 10).tolist() == [complete]
 
 
 def test_block_sets_are_two_vectors_of_one_length() -> None:
@@ -158,53 +96,6 @@ def test_block_sets_are_two_vectors_of_one_length() -> None:
 
 
 # ---- units -------------------------------------------------------------------------------------
-
-
-def units_of(group: Group, shape: UnitShape, positions: list[int], end: int) -> list[tuple[int, int, int]]:
-    """Return (unit, block id, part of the block); block ids are positions plus 100."""
-    blocks = BlockSet(np.asarray(positions, np.int64), np.asarray(positions, np.int64) + 100)
-    units = wanted_units(group, blocks, shape, end)
-    assert len(units) == len(units.units)
-    return list(zip(units.units.tolist(), units.dst_ids.tolist(), units.dst_parts.tolist(), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("group", "shape", "positions", "end", "units"),
-    [
-        # blocks that are units on both sides
-        (FULL, UnitShape(4, 1, 1), [0, 1, 2], 10, [(0, 100, 0), (1, 101, 0), (2, 102, 0)]),
-        # a consumer's block is two units: the prompt ends in the first unit of block 2
-        (FULL, UnitShape(2, 1, 2), [1, 2], 10, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),
-        (FULL, UnitShape(2, 1, 2), [2], 11, [(4, 102, 0), (5, 102, 1)]),
-        # the producer's blocks are larger: the consumer's are whole units
-        (FULL, UnitShape(4, 2, 1), [0, 2], 10, [(0, 100, 0), (2, 102, 0)]),
-        # both have smaller units: a unit of 2 tokens, blocks of 6 and 4
-        (FULL, UnitShape(2, 3, 2), [1], 100, [(2, 101, 0), (3, 101, 1)]),
-        # resuming at 10 with a window of 4 attends to tokens 7..9: the producer's block of tokens
-        # 4, 5 is not needed
-        (sliding(4), UnitShape(2, 1, 2), [1, 2], 10, [(3, 101, 1), (4, 102, 0)]),
-        (sliding(5), UnitShape(2, 1, 2), [1, 2], 10, [(3, 101, 1), (4, 102, 0)]),  # from 6
-        (sliding(6), UnitShape(2, 1, 2), [1, 2], 10, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),  # from 5
-        (sliding(3), UnitShape(2, 1, 2), [2], 10, [(4, 102, 0)]),  # from 8
-        (sliding(1), UnitShape(2, 1, 2), [], 10, []),
-        # the producer's blocks of 4 hold all of the consumer's: block 1 is filled completely, for a
-        # prefix cache
-        (sliding(4), UnitShape(2, 2, 2), [1, 2], 10, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),
-        (sliding(3), UnitShape(2, 2, 2), [2], 10, [(4, 102, 0)]),
-        (sliding(4), UnitShape(2, 4, 2), [1, 2], 10, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),
-        # chunks of 6 tokens: 6..9 are needed
-        (chunked(6), UnitShape(2, 1, 2), [1, 2], 10, [(3, 101, 1), (4, 102, 0)]),
-        (chunked(5), UnitShape(2, 1, 2), [1, 2], 9, [(2, 101, 0), (3, 101, 1), (4, 102, 0)]),  # from 5
-        # a state is one unit
-        (STATE, UnitShape(1, 1, 1), [0], 10, [(0, 100, 0)]),
-        (STATE, UnitShape(1, 1, 1), [], 10, []),
-    ],
-)
-def test_wanted_units(
-    group: Group, shape: UnitShape, positions: list[int], end: int, units: list[tuple[int, int, int]]
-) -> None:
-    """The units with a needed token, and their indices in the consumer's blocks."""
-    assert units_of(group, shape, positions, end) == units
 
 
 def full(block_tokens: int, row_tokens: int = 1, kernel_blocks: int = 1) -> Group:
@@ -245,10 +136,3 @@ def test_a_row_of_tokens_is_not_cut() -> None:
         unit_shape(full(16, 16), full(24, 24))
     with pytest.raises(PlanError, match=r"units of 8 tokens, .* packs 24"):
         unit_shape(full(24, 24), full(16, 16))
-
-
-def test_a_state_is_one_unit() -> None:
-    """A state is one unit at any block sizes: they count states, not bytes."""
-    assert unit_shape(Group(0, GroupKind.STATE, 16, None, ()), Group(0, GroupKind.STATE, 24, None, ())) == (
-        UnitShape(1, 1, 1)
-    )

@@ -199,6 +199,14 @@ SCRIPTS = scripts("""
 1 release | cancel 0 #2, cancel 1 #2
 1 counts
 2 starting 0
+== offered: an engine with a transfer is not removed
+0 abort r | cancel 0 #1, cancel 1 #1
+1800 tick | cancel 0 #1, cancel 1 #1, connect a where met, quarantined r
+1800 knows 0 | True
+== queued: an AwaitStart that cannot be sent
+1 unsent 0 await_start t9
+1 unsent 0 await_start | due r failed cancelled
+1 counts
 """)
 
 WITH_DIGESTS = scripts("""

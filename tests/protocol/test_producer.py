@@ -287,6 +287,16 @@ SCRIPTS = scripts("""
 == asked: so does a discard
 1 discard t | aborted 0
 2 await_start 1 | aborted 1
+== held: a lease expires
+21.9 tick
+22 tick | sent r
+23 offer 0 | aborted 0
+42 tick
+42 counts
+== held: a lease does not end under a write
+21 offer 0 | write 0 1>50 2>51 3>52 6>60
+22 tick | alive 0
+30 done 1 | fin 0 31, sent r
 """)
 
 

@@ -34,6 +34,7 @@ from tests.vllm_contract.scheduler_sides import (
     PRODUCE,
     PRODUCER,
     TOKENS,
+    leave,
     orders,
     request,
     scheduler,
@@ -153,6 +154,56 @@ def test_an_engine_that_samples_no_first_tokens_refuses_to(multiple: int) -> Non
     side.productions.first_token_multiple = multiple
     side.new_request(request(PRODUCE | {"first_token": True}))
     assert len(orders(side).expects) == bool(multiple)
+
+
+@pytest.mark.parametrize("ends", ["holds all but the last token", "is aborted"])
+def test_a_queued_request_that_needs_no_transfer_is_released(ends: str) -> None:
+    side, one = busy(), consume("d")
+    side.new_request(one)
+    orders(side)
+    if ends == "is aborted":
+        leave(side, one)
+    else:
+        assert side.consumptions.matched_tokens(one, 49) == 0
+        side.consumptions.after_alloc(one, ([1, 2],), 0)
+    assert orders(side) == Orders(releases=[Release("t", PRODUCER)])
+    side.consumptions.due([Due("d", "t", None)])
+    found = snapshot(side)
+    assert (found.queued, found.consumptions, found.receptions) == (frozenset(), frozenset(), {"first"})
+
+
+def test_another_choice_waits_for_the_first_ones_prompt() -> None:
+    """All choices of one client request share its prompt."""
+    side, one, two = scheduler(), consume("0_d"), consume("1_d")
+    waits = side.consumptions.awaits_prefix
+    for each in (one, two):
+        side.new_request(each)
+    assert waits("1_d")
+    assert asked(side, two) == [0]
+    side.consumptions.after_alloc(one, ([1, 2],), 49)
+    assert (waits("1_d"), waits("0_d")) == (True, False)
+    side.consumptions.received({"0_d"}, set())
+    assert not waits("1_d")
+    assert len(orders(side).receives) == 1
+    late = consume("2_d")
+    side.new_request(late)
+    assert (waits("2_d"), asked(side, late)) == (False, [0])
+    for each in (one, two, late):
+        leave(side, each)
+    assert (snapshot(side).followers, orders(side)) == (frozenset(), Orders())
+
+
+@pytest.mark.parametrize("allocated", [False, True])
+def test_another_choice_goes_on_when_the_first_one_is_aborted(allocated: bool) -> None:
+    side, one = scheduler(), consume("0_d")
+    for each in (one, consume("1_d")):
+        side.new_request(each)
+    if allocated:
+        side.consumptions.after_alloc(one, ([1, 2],), 49)
+    leave(side, one)
+    assert not side.consumptions.awaits_prefix("1_d")
+    found = orders(side)
+    assert (found.releases, found.aborts) == (([], ["0_d"]) if allocated else ([Release("t", PRODUCER)], []))
 
 
 def due(worker: Worker) -> list[Due]:

@@ -20,7 +20,7 @@ from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from connectors.vllm_hma.upstream.vllm_emitted_tokens import restore_output
 from testing.connector_state import snapshot
-from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, KINDS, STOP_TOKEN, Engine, Rank
+from tests.campaigns.schedules.scheduling import KINDS, STOP_TOKEN, Engine, Rank
 
 # ---- scheduler object ----------------------------------------------------------------------------
 
@@ -150,34 +150,6 @@ def test_blocks_of_a_step_in_flight_are_not_received(make: Make, role: str) -> N
             filled |= {block for table in receive.tables for block in table if block}
     assert len(written) == 6
     assert not filled & written
-
-
-@pytest.mark.parametrize("step_tokens", [BLOCK_TOKENS, 4])
-def test_windows_of_a_first_token_stay_allocated_while_they_are_sent(make: Make, step_tokens: int) -> None:
-    """vLLM frees the window's oldest blocks after the step for the first token, or after its first
-    part if it divides that step.
-    """
-    engine = make()
-    engine.scheduler.scheduler_config.long_prefill_token_threshold = step_tokens
-    engine.scheduler.adaptive_long_prefill_threshold = False
-    # vLLM limits a chunk only if there is another request.
-    add(engine, "other", [9] * 3, None, max_tokens=90)
-    prompt = list(range(10, 10 + 6 * BLOCK_TOKENS + 15))
-    add(engine, "p", prompt, PRODUCE | {"first_token": True})
-    engine.later = lambda most=40: engine.steps + 10  # type: ignore[method-assign]
-    while "p" not in engine.ranks[0].sends:
-        engine.step()
-    # A consumer resumes at token 96, and its window starts with token 49.
-    assert {name: [len(ids) for ids in tables] for name, tables in engine.sends.items()} == {"p": [6, 3, 3]}
-    tables = engine.scheduler.kv_cache_manager.get_block_ids("p")
-    assert [table[3] == 0 for table in tables] == [False, True, True], "vLLM has kept the windows"
-    while "p" in engine.scheduler.requests:
-        engine.step()
-    assert not engine.sends
-    engine.scheduler.finish_requests("other", RequestStatus.FINISHED_ABORTED)
-    for _ in range(3):
-        engine.step()
-    engine.check_nothing_remains()
 
 
 # ---- quarantine ----------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def the_service_answers(folder: Path, cpu: bool) -> bool:
     """
     from testing.facts import make_prompt
     from testing.service_process import ServiceProcess
-    from tests.campaigns.gpu.__main__ import gpus
+    from tests.campaigns.gpu.campaign import gpus
 
     service = ServiceProcess(configuration(folder, 0 if cpu else len(gpus())), folder)
     # The model knows these answers, each token with more than the half that top_p leaves.
@@ -158,7 +158,7 @@ def start(arm: str, folder: Path, cpu: bool) -> list[Any]:
     from vllm.config import KVTransferConfig
 
     from testing.engines import start_engine
-    from tests.campaigns.gpu.__main__ import gpus
+    from tests.campaigns.gpu.campaign import gpus
 
     model = folder / arm
     Qwen3Config(architectures=["Qwen3ForCausalLM"], **(SMALL_SHAPE if cpu else SHAPE)).save_pretrained(model)

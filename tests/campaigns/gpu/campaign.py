@@ -1,7 +1,5 @@
 """Check Tandem on this machine's NVIDIA GPUs within five minutes: ``make gpu-check``.
 
-    python -m tests.campaigns.gpu [--device cuda:0] [--out build/gpu-check.json]
-
 Transport, fences and digests need torch, numpy, xxhash and NIXL. With vLLM and Ray it also compares
 engines, asks the service, and measures TTFT over one engine, Tandem and NixlConnector. Checks with
 missing packages are skipped by name. Without a GPU it lists the checks and exits with 0.
@@ -9,7 +7,6 @@ missing packages are skipped by name. Without a GPU it lists the checks and exit
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import json
@@ -23,20 +20,20 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from tests.campaigns.runner import Report
 
 BULK_BYTES = 2**30
 WITHIN_S = 300.0
 AT_ONCE = 2
 """Number of programs that run at once. Each starts two or three engines, mostly on the CPU."""
-PACKAGE = __spec__.parent if __spec__ else "tests.campaigns.gpu"
+PACKAGE = "tests.campaigns.gpu"
 
 
 @dataclass(frozen=True)
@@ -89,13 +86,6 @@ def gpus() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def run(part: Part, device: str, folder: Path = Path(), give_up_at: float = math.inf) -> Iterator[Result]:
@@ -186,46 +176,21 @@ def _timed(name: str, work: Callable[[], Any]) -> Result:
     return Result(name, verdict, found, round(time.monotonic() - began, 2), figures)
 
 
-def describe() -> str:
-    """Print the checks, without importing their modules."""
-    lines = ["tandem: no NVIDIA GPU is listed by nvidia-smi. On a machine with one, this would check:"]
-    for part in PARTS:
-        lines += [f"  {part.title} (needs {', '.join(part.needs)})"]
-        lines += [f"    {name.replace('_', ' ')}" for name in part.names]
-    lines.append("The checks that need no GPU run on the CPU in tests/gpu, as part of make test.")
-    return "\n".join(lines)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Return 1 if a check has failed, else 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda:0", help="torch's name of the device; cpu rehearses on a CPU")
-    parser.add_argument("--out", type=Path, default=Path("build/gpu-check.json"), help="the report")
-    parser.add_argument("--engines", action="store_true", help="on a CPU, rehearse the engines' checks too")
-    parser.add_argument("--within-s", type=float, default=WITHIN_S, help="limit of all checks together, in seconds")
-    options = parser.parse_args(argv)
+def gpu_check(report: Report, *, on: str = "cuda:0", engines: bool = False, within_s: float = WITHIN_S) -> None:
+    """``on``: torch's name of the device; ``cpu`` rehearses, with ``engines`` the engines' checks,
+    too. ``within_s``: limit of all checks together.
+    """
     found = gpus()
-    if options.device != "cpu":
-        if not found:
-            print(describe())
-            return 0
-        if problem := _unusable():
-            print(f"tandem: {found[0]} is here, and cannot be used: {problem}")
-            return 1
-    versions = {package: _version(package) for package in ("torch", "nixl", "vllm", "numpy", "xxhash")}
-    about: dict[str, Any] = {"device": options.device, "gpus": found, "cores": os.cpu_count(), "versions": versions}
-    print(json.dumps(about), flush=True)
-    results = []
-    parts = PARTS if options.device != "cpu" or options.engines else (STEPS, CONFORMANCE)
-    for result in _run_all(parts, options.device, time.monotonic() + options.within_s):
-        results.append(result)
-        print(f"{result.verdict:8} {result.seconds:7.2f} s  {result.check}: {result.found}", flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(about | {"results": [asdict(each) for each in results]}, indent=1) + "\n")
-    counts = Counter(result.verdict for result in results)
-    told = f"{counts['ok']} checks passed, {counts['FAILED']} failed, {counts['skipped']} skipped"
-    print(f"{told}; report: {options.out}")
-    return 1 if counts["FAILED"] else 0
+    report.row(device=on, gpus=found, cores=os.cpu_count())
+    if on != "cpu" and not found:
+        report.row(not_run={part.title: part.names for part in PARTS}, reason="nvidia-smi lists no GPU")
+        return
+    if problem := _unusable() if on != "cpu" else "":
+        raise RuntimeError(f"{found[0]} is here, and cannot be used: {problem}")
+    parts = PARTS if on != "cpu" or engines else (STEPS, CONFORMANCE)
+    for result in _run_all(parts, on, time.monotonic() + within_s):
+        report.row(**asdict(result))
+        report.check(result.verdict != "FAILED", f"{result.check}: {result.found}")
 
 
 def _unusable() -> str:
@@ -233,7 +198,3 @@ def _unusable() -> str:
         return f"torch is not installed for {sys.executable}; set GPU_PYTHON to a Python that has it"
     torch = importlib.import_module("torch")
     return "" if torch.cuda.is_available() else f"torch {torch.__version__} does not find CUDA"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
