@@ -8,7 +8,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
 
 def test_the_committed_page_is_current() -> None:
-    """`python -m configs.reference > docs/configuration.md` would change nothing."""
+    """`python -m configs.reference` would change nothing."""
     assert PAGE.read_text() == reference()
 
 
