@@ -1,4 +1,4 @@
-"""Write the lists of keys in docs/configuration.md from the settings: `python -m configs.reference`.
+"""Write the lists of keys in docs/configuration.md: `python -m configs.reference`.
 
 A test compares the committed page with the output.
 """
