@@ -12,10 +12,7 @@ from actors.upstream.ray_private import replica_results
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 300.0
-"""Minimum interval in seconds between warnings that Serve cannot call the replicas of a role."""
-
 _logged_at: dict[tuple[str, str], float] = {}
-"""Monotonic time in seconds of the last warning, by role and method."""
 
 
 class Role(Protocol):

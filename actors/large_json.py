@@ -16,8 +16,6 @@ import msgspec
 from starlette.requests import Request
 
 OFF_LOOP_BYTES = 256 * 2**10
-"""Size in bytes above which a body is decoded in a thread."""
-
 Decoded = TypeVar("Decoded")
 
 _DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])

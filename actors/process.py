@@ -11,14 +11,12 @@ from connectors.open_files import OTHER_FILES, raise_limit
 
 
 def prepare_process(name: str, needed_files: int = OTHER_FILES) -> None:
-    """Configure the log of this actor's process, and raise its limit of open files."""
     # Not `sys.stdout`: with RAY_SERVE_LOG_TO_STDERR=0, Serve logs each line again, at INFO.
     log_to(os.fdopen(1, "w", encoding="utf-8", closefd=False), name)
     raise_limit(needed_files)
 
 
 def open_files_of(settings: RouterSettings) -> int:
-    """Return the number of files that a router may need: one per sequence, and others."""
     return (settings.max_ongoing_sequences or MIN_ONGOING_SEQUENCES) + OTHER_FILES
 
 

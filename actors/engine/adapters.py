@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_FILES = 100_000
-"""Number of adapters, by name and path, that one engine can load in its life."""
 
 
 class EngineAdapters:
@@ -45,7 +44,6 @@ class EngineAdapters:
         self._cpu_slots = cpu_slots
         self._lock = asyncio.Lock()
         self._files: dict[tuple[str, str], bytes] = {}
-        """Digest of `_files` at the last load, by name and path."""
         self._resolved: set[str] = set()
         """Adapters loaded from their records. The router may not know this engine yet, so `compare`
         follows their records."""

@@ -37,8 +37,6 @@ OWNED = {
     ),
     "enable_elastic_ep": "remove it; the number of data-parallel ranks of a replica is fixed",
 }
-"""Engine arguments that users cannot set, and the remedy for the error message."""
-
 _NO_ENDPOINT = "remove it; the router does not serve the endpoints that this argument configures"
 
 WITHOUT_EFFECT = {
@@ -109,7 +107,6 @@ def _source(module: str) -> str:
 
 
 def fields_in_source(source: str, name: str) -> set[str] | None:
-    """Return the annotated fields of dataclass `name` and of its bases; None if one is missing."""
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     if name not in classes:
         return None
@@ -232,7 +229,6 @@ def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
 
 
 def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any]:
-    """Return the keyword arguments of AsyncEngineArgs for `role`, without the KV connector."""
     own = settings.role(role)
     defaults = {} if own.num_gpus else CPU_DEFAULTS
     # For `mp` the argument stays unset: vLLM then chooses the executor.

@@ -96,7 +96,6 @@ class VllmEngine:
         self._app = app
         self._cannot_resume = cannot_resume
         self.can_resume = cannot_resume is None
-        """Whether the engine can continue the streams of other engines."""
         self._stop_flag = stop_flag
         self._stack = stack
         self.ranks = range(ranks)
@@ -310,7 +309,6 @@ class VllmEngine:
         return found or {}
 
     async def discard(self, transfer_id: str, rank: int = 0) -> None:
-        """Tell the connector of `rank` to free the KV of this transfer, which happens later."""
         try:
             await self._llm.notify_kv_transfer_request_rejected(
                 f"discard-{uuid.uuid4().hex}",
@@ -321,11 +319,9 @@ class VllmEngine:
             logger.warning("cannot discard transfer %s; its lease will expire: %r", transfer_id, error)
 
     def waiting(self, rank: int = 0) -> int:
-        """Return the number of requests that vLLM had not begun at the last step."""
         return self._llm.arrivals.waiting.get(rank, 0)
 
     def movable(self, rank: int = 0) -> dict[str, int]:
-        """Return the ids of the streams that may move, and how many tokens may follow in each."""
         return self._llm.movable(rank)
 
     async def move(self, request_id: str, rank: int = 0) -> None:
@@ -340,7 +336,6 @@ class VllmEngine:
         )
 
     async def lose(self, engines: str) -> None:
-        """Report lost engines, by id prefix, to all ranks' connectors."""
         for rank in self.ranks:
             await self._llm.notify_kv_transfer_request_rejected(
                 f"lose-{uuid.uuid4().hex}",

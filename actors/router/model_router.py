@@ -62,7 +62,6 @@ class ModelRouter:
         metrics: RouterMetrics,
         recent: deque[RecentRequest],
     ) -> None:
-        """Create the router; `limits` returns the current limits of the service."""
         self.names = engines.names
         self.allows_adapters = engines.allows_adapters
         self.adapters = engines.adapters
@@ -81,7 +80,6 @@ class ModelRouter:
 
     @property
     def limits(self) -> RouterLimits:
-        """Deadlines and limits for later requests."""
         return self._limits()
 
     def decide(
@@ -122,10 +120,7 @@ class ModelRouter:
         return decision
 
     def failed(self, replica: str, silent: bool = False) -> None:
-        """Report that a call to `replica` failed.
-
-        ``silent``  whether the replica sent nothing for `silence_timeout_s`
-        """
+        """``silent``: whether the replica sent nothing for `silence_timeout_s`."""
         self.planner.failed(replica, _now(), silent)
 
     @asynccontextmanager
@@ -182,12 +177,10 @@ class ModelRouter:
 
     @property
     def slots(self) -> int:
-        """Number of slots of the decode engines."""
         return self.decode.slots
 
     @property
     def slots_taken(self) -> dict[RoleName, int]:
-        """Number of slots that this router holds on engines, by role."""
         return {role: engines.slots_taken for role, engines in self.pools.items()}
 
     def replicas(self) -> dict[RoleName, int]:
@@ -196,7 +189,6 @@ class ModelRouter:
 
     @property
     def ready(self) -> bool:
-        """True if a decode replica accepts calls; decode can serve requests without prefill."""
         return self.replicas()["decode"] > 0
 
     @property
@@ -231,7 +223,6 @@ class ModelRouter:
             engines.leave()
 
     async def close(self) -> None:
-        """Close the connections to the engines."""
         await asyncio.gather(*(engines.close() for engines in self.pools.values()))
 
 

@@ -23,10 +23,7 @@ Limits the load on engines if many status pages are open.
 """
 
 RECENT_SHOWN = 60
-"""Maximum number of recent requests in a status."""
-
 RouterMetricsText = tuple[str, str]
-"""Replica id and Prometheus exposition of one router replica."""
 
 
 class RouterReplica(Router):
@@ -48,13 +45,11 @@ class RouterReplica(Router):
         self._peers = serve.get_deployment_handle(replica.deployment, replica.app_name).options()
 
     async def own_metrics(self) -> RouterMetricsText:
-        """Return this replica's id and Prometheus exposition."""
         # Without names, the only model uses the router's metrics.
         own = [self.metrics, *(model.metrics for model in self.models if model.names)]
         return own_replica_id(), "".join(metrics.exposition() for metrics in own)
 
     async def own_status(self) -> dict[str, Any]:
-        """Return this replica's part of the status."""
         return {
             "replica": own_replica_id(),
             "ongoing": self.ongoing_sequences,
@@ -67,7 +62,6 @@ class RouterReplica(Router):
         }
 
     def _counts(self) -> dict[str, int]:
-        """Return this replica's `RouterMetrics.counts`, summed over all models."""
         counts = Counter(self.metrics.counts())
         for model in self.models:
             if model.names:
@@ -121,7 +115,6 @@ def in_replica() -> bool:
 
 
 def own_replica_id() -> str:
-    """Return the id of the Serve replica in this process."""
     return serve.get_replica_context().replica_id.unique_id
 
 

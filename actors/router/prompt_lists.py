@@ -67,7 +67,6 @@ def parent_id(request: ClientRequest) -> str:
 
 
 def merged_body(bodies: Sequence[bytes], answer_id: str) -> bytes:
-    """Return one response body with the choices of all `bodies`."""
     parts = [json.loads(body) for body in bodies]
     choices = [choice for part in parts for choice in part["choices"]]
     for index, choice in enumerate(choices):
@@ -108,23 +107,19 @@ class ListAnswer:
         """Refused answer, else that of the first prompt: the list reports its times and pair."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the lead answer, such as its times or its pair of replicas."""
         return getattr(self._lead, name)
 
     @property
     def route(self) -> str:
-        """Route of the request: `local` if decode alone served all prompts."""
         return "remote" if self.local_reason is None else "local"
 
     @property
     def local_reason(self) -> str | None:
-        """Routing reason of the first prompt; None if `route` is `remote`."""
         reasons = [answer.local_reason for _, (answer, _) in sorted(self._answers.items())]
         return None if None in reasons else reasons[0]
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Number of tokens of all prompts; None if a prompt's number is unknown."""
         known = [answer.prompt_tokens for answer, _ in self._answers.values()]
         return None if None in known else sum(count or 0 for count in known)
 
@@ -146,18 +141,15 @@ class ListAnswer:
         self.start = ResponseStart(self._lead.start.status, self._headers())
 
     async def begin(self) -> bytes:
-        """Return the complete body."""
         return self._body
 
     def close(self) -> None:
         """Do nothing: all answers are closed."""
 
     async def relay(self, writer: ClientWriter) -> bytes:
-        """Return the rest of a stream: there is none."""
         return b""
 
     def _headers(self) -> Headers:
-        """Return the headers of the lead answer with the list's request id and length."""
         own = {REQUEST_ID: self._parent_id.encode(), b"content-length": str(len(self._body)).encode()}
         return tuple((name, own.get(name, value)) for name, value in self._lead.start.headers)
 

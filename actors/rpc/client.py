@@ -16,10 +16,7 @@ from actors.rpc.protocol import CallerProtocol
 from actors.tls import ReloadedTls
 
 CONNECT_S = 5.0
-"""Timeout of a TCP connect with its TLS handshake, in seconds; it normally takes milliseconds."""
-
 IDLE_CONNECTION_S = 60.0
-"""Time in seconds after which the router closes a connection without calls or methods."""
 
 
 class Listener(Protocol):
@@ -171,7 +168,6 @@ class Channel(asyncio.Protocol):
         self._flush()
 
     def _flush(self) -> None:
-        """Schedule `_write`, so that one frame has the messages of a turn of the event loop."""
         if self._flushing is None and self._transport is not None:
             self._flushing = asyncio.get_running_loop().call_soon(self._write)
 

@@ -43,14 +43,10 @@ NEWEST_VERSION = 2
 OLDEST_VERSION = 1
 
 WINDOW_BYTES = 2**18
-"""Credit of a new stream, in bytes, and the largest credit of a stream."""
-
 PIECE_BYTES = 2**16
 """Size limit of the body of one item, in bytes; the engine splits larger ones."""
 
 ITEM_BYTES = 64
-"""Credit in bytes that an item consumes in addition to the size of its body."""
-
 GRANT_BYTES = WINDOW_BYTES // 4
 """Number of consumed bytes at which the router sends a Credit; a short stream needs none."""
 
@@ -65,11 +61,8 @@ class StreamState(StrEnum):
     """State of one stream; both sides use the same states."""
 
     NEW = "new"
-    """The stream is not open yet."""
     OPEN = "open"
-    """A call runs."""
     ASKED = "asked"
-    """A method of the engine runs."""
     CANCELLED = "cancelled"
     ENDED = "ended"
 
@@ -116,7 +109,6 @@ def common_version(offered: int, newest: int = NEWEST_VERSION, oldest: int = OLD
 
 
 def item_bytes(item: Item) -> int:
-    """Return the credit that `item` consumes, in bytes."""
     if isinstance(item, StreamChunk):
         return ITEM_BYTES + len(item.body)
     return ITEM_BYTES + len(item) if isinstance(item, bytes) else ITEM_BYTES
@@ -143,7 +135,6 @@ class _Endpoint:
 
     def __init__(self, table: Table, most_bytes: int | None) -> None:
         self.version: int | None = None
-        """Protocol version of the connection; None before the RpcWelcome."""
         self._table = table
         self._frames = FrameReader(most_bytes)
         self._states: dict[int, StreamState] = {}
@@ -152,12 +143,10 @@ class _Endpoint:
 
     @property
     def streams(self) -> int:
-        """Number of streams that have not ended."""
         return len(self._states)
 
     @property
     def has_messages(self) -> bool:
-        """True if messages are queued."""
         return bool(self._outgoing)
 
     def take(self) -> bytes:
@@ -238,18 +227,15 @@ class EngineProtocol(_Endpoint):
         return True
 
     def reply(self, stream: int, value: object) -> None:
-        """Queue the result of a method and end the stream."""
         self._outgoing.append(Reply(stream, value))
         self._move(stream, StreamState.ENDED)
 
     def end(self, stream: int, failure: RpcFailure | None = None) -> None:
-        """End a stream and queue its EndStream."""
         self._outgoing.append(EndStream(stream, failure))
         self._credit.pop(stream, None)
         self._move(stream, StreamState.ENDED)
 
     def refuse(self, reason: str) -> None:
-        """Queue an RpcRefused with the reason for closing the connection."""
         self._outgoing.append(RpcRefused(reason))
 
     def _greet(self, hello: RpcHello) -> None:
@@ -280,14 +266,12 @@ class CallerProtocol(_Endpoint):
         """Bytes received on each open stream for which the router has not yet sent Credit."""
 
     def open(self, request: RpcRequest) -> int:
-        """Queue a call; return its stream number."""
         stream = self._begin(StreamState.OPEN)
         self._unread[stream] = 0
         self._outgoing.append(Open(stream, request))
         return stream
 
     def ask(self, method: str, arguments: tuple[object, ...]) -> int:
-        """Queue a call of one of the engine's methods; return its stream number."""
         stream = self._begin(StreamState.ASKED)
         self._outgoing.append(Ask(stream, method, arguments))
         return stream

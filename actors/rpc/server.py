@@ -27,8 +27,6 @@ from actors.rpc.server_connection import ServedStream, ServerConnection
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
-"""Timeout of a TLS handshake in seconds."""
-
 SLOT_WAIT_S = 0.1
 """Time in seconds for which a call waits for a slot before the engine refuses it.
 
@@ -42,8 +40,6 @@ Routers then have the same time to read the EndStreams.
 """
 
 REMEMBERED_S = 10.0
-"""Maximum age in seconds of a queue length reported by a router."""
-
 KEPT_WITHIN_S = 2.0
 """Minimum time in seconds for which a stopping engine accepts calls.
 
@@ -51,7 +47,6 @@ If Serve stops the routers at the same time, each of them sends KEEP within this
 """
 
 MOST_ROUTERS = 64
-"""Maximum number of routers with a stored queue length."""
 
 
 class RpcServer:
@@ -81,7 +76,6 @@ class RpcServer:
         self.refuses = asyncio.Event()
         """Set while the server refuses new calls: it stops, or an operator drains the engine."""
         self.accepts = asyncio.Event()
-        """Set while the server accepts new calls."""
         self.accepts.set()
         self._stops = False
         self._queued: dict[str, tuple[int, float]] = {}
@@ -194,7 +188,6 @@ class RpcServer:
                 self._idle.set()
 
     def _record_queue(self, request: RpcRequest, now: float) -> None:
-        """Store the queue length that a router reports with `request`."""
         self._queued.pop(request.router, None)
         self._queued[request.router] = (request.queued, now)
         if len(self._queued) > MOST_ROUTERS:

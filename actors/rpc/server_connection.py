@@ -13,8 +13,6 @@ from connectors.open_files import report_few_left
 logger = logging.getLogger(__name__)
 
 HELLO_S = 5.0
-"""Timeout in seconds for the authentication of a new connection."""
-
 LINGER_S = 0.002
 """Maximum delay in seconds of `Accepted`, `PrefillReport` and `ResponseStart`.
 

@@ -26,7 +26,6 @@ from actors.replay_log import SERVED_CALL, KvArrivals, ServedCall
 from actors.request import TRANSFER_FIELD
 
 BURST = 32
-"""Number of emitted tokens to process before other tasks run."""
 
 
 class SharedRequestOutputs(OutputProcessor):
