@@ -387,7 +387,6 @@ def stop_on_signals() -> None:
 
 
 def shut_down(drain_s: float) -> None:
-    """Shut Serve down; wait until replicas that drain for `drain_s` have ended."""
     from ray import serve
 
     for _ in range(int(drain_s / SHUTDOWN_S) + 1):
@@ -450,7 +449,6 @@ class Watcher:
                 self._watch.close()
 
     def _look(self) -> bool:
-        """Print new stages; return True once the start has succeeded or failed."""
         application = self._application()
         if application is None:
             return False

@@ -72,10 +72,7 @@ class EngineStages:
         self._reminder_s = FIRST_REMINDER_S
 
     def advance(self, reports: Iterable[EngineReport], elapsed_s: float, waiting_for: str = "") -> list[str]:
-        """Return the lines to print now: stages reached since the last call, or a reminder.
-
-        `waiting_for` is Serve's message about replicas that it has not scheduled, or "".
-        """
+        """Return the lines to print now. `waiting_for`: Serve's message about missing replicas."""
         reports = list(reports)
         lines = []
         for role, replicas in self._replicas.items():
@@ -153,7 +150,6 @@ class Screen:
             print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
     def quiet(self, log: Path) -> None:
-        """Redirect stdout and stderr of this process to `log`, including Ray's C++ output."""
         self._out, self._err = (os.fdopen(os.dup(stream), "w") for stream in (1, 2))
         with log.open("ab") as file:
             for stream in (1, 2):

@@ -247,7 +247,7 @@ class Router:
         return await drain_engine(self.models, engine, on, self.limits.metrics_timeout_s)
 
     async def engine_metrics(self) -> list[tuple[RoleName, str, str]]:
-        """Return (role, replica id, exposition) of each replica that replies in `metrics_timeout_s`."""
+        """Return (role, replica id, exposition) of each replica that replies in time."""
         return [(role, *reply) for role, reply in await self._ask_engines("metrics")]
 
     async def engine_status(self) -> list[dict[str, Any]]:

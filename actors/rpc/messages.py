@@ -145,7 +145,7 @@ class CancelStream(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Credit for consumed items of `size` bytes (`item_bytes`). May follow the end of the stream."""
+    """Credit for consumed items of `size` bytes (`item_bytes`); may follow the stream's end."""
 
     stream: int
     size: int

@@ -69,7 +69,6 @@ def _directory(folder: Path) -> Iterator[Finding]:
 
 
 def check_template(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check that the chat template does not render the time. Yields nothing for a hub id."""
     folder = Path(settings.model_path)
     if folder.is_dir() and renders_time(_template(folder, settings.frontend.get("chat_template"))):
         yield Finding("model", f"{folder}: the chat template renders the time, so chats transfer no KV", REMEDY)

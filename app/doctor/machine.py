@@ -282,5 +282,4 @@ def _names(folder: Path) -> list[str]:
 
 
 def ucx_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Return the UCX variables of a role's processes: this process's, overridden by `own`."""
     return {name: value for name, value in (os.environ | dict(own)).items() if name.startswith("UCX_")}

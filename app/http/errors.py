@@ -36,7 +36,6 @@ ERROR_TYPES = {
 
 
 ANTHROPIC: frozenset[Endpoint] = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
-"""Endpoints of Anthropic's API."""
 
 
 class BadRequestError(Exception):
@@ -93,7 +92,6 @@ def status_of(error: Exception) -> HTTPStatus:
 
 
 def message_of(error: Exception) -> str:
-    """Return the message for the client; for internal errors, a reference to the log."""
     if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
         return "internal error; the router's log has the details"
     return str(error)
@@ -130,10 +128,7 @@ def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> byt
 
 
 def late_error(body: dict[str, Any], endpoint: Endpoint) -> bytes:
-    """Return the last events of a stream that ends with an error, as vLLM's `endpoint` sends them.
-
-    ``body``  error in OpenAI's format
-    """
+    """Return the last events of a stream with the error `body`, as vLLM's `endpoint` sends them."""
     if endpoint == "/v1/responses":
         error = body["error"]
         said = {"type": "error", "code": error["type"], "message": error["message"], "param": error["param"]}

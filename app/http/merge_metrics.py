@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Source = tuple[str, str, str]
-"""Role, replica id and the exposition of one process."""
-
 SUFFIXES = {"summary": ("", "_count", "_sum"), "histogram": ("_bucket", "_count", "_sum")}
 """Suffixes of the sample names of a family, by type. Other types have no suffix."""
 

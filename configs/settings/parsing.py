@@ -16,10 +16,7 @@ _SECRETS = frozenset({"secret", "auth"})
 
 
 def parse_settings(args: dict[str, Any]) -> ServiceSettings:
-    """Return the settings in a config file's `args`.
-
-    Raises SettingsError with one line per error.
-    """
+    """Raises SettingsError with one line per error."""
     try:
         return ServiceSettings.model_validate(args)
     except ValidationError as error:
@@ -27,10 +24,7 @@ def parse_settings(args: dict[str, Any]) -> ServiceSettings:
 
 
 def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
-    """Return the settings in `policy_kwargs`.
-
-    Raises SettingsError with one line per error.
-    """
+    """Raises SettingsError with one line per error."""
     try:
         return ScalingSettings.model_validate(policy_kwargs)
     except ValidationError as error:

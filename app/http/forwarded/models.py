@@ -21,8 +21,6 @@ from connectors.errors import TandemError
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 16
-"""Largest body in bytes of a request that loads or unloads an adapter."""
-
 MAX_NAME_CHARACTERS = 256
 MAX_PATH_CHARACTERS = 4096
 """Limits of an adapter's name and path; the latter is Linux's."""
