@@ -25,8 +25,6 @@ class Role(Protocol):
 async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *arguments: object) -> list[Any]:
     """Return the results of `method` on all replicas; log those that fail or time out.
 
-    ``role``  name of the deployment in log messages
-
     Returns an empty list if Serve cannot call the replicas, or cannot list them in time.
     """
     until = asyncio.get_running_loop().time() + timeout_s

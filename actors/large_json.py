@@ -39,10 +39,7 @@ async def off_loop(body_bytes: int, decode: Callable[[], Decoded]) -> Decoded:
 
 
 def as_written(raw: bytes) -> dict[str, Any]:
-    """Return the fields of the JSON object `raw` with values that `write` copies unchanged.
-
-    Returns parsed values if msgspec cannot decode `raw`.
-    """
+    """Return the fields of the JSON object `raw` with values that `write` copies unchanged."""
     try:
         return _DECODER.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -21,10 +21,7 @@ def open_files_of(settings: RouterSettings) -> int:
 
 
 def own_logs() -> list[Path]:
-    """Return the files to which Ray redirects stderr and stdout; engine processes inherit both.
-
-    Omits a stream that is not redirected to a file.
-    """
+    """Return the files to which Ray redirects stderr and stdout; engine processes inherit both."""
     logs = []
     for stream in (2, 1):
         path = Path(os.readlink(f"/proc/self/fd/{stream}"))
@@ -34,10 +31,7 @@ def own_logs() -> list[Path]:
 
 
 def link_logs(logs: list[Path], name: str) -> None:
-    """Link each log as `name` with its suffix; Ray names logs by worker and process ids.
-
-    Omits links that cannot be created.
-    """
+    """Link each log as `name` with its suffix; Ray names logs by worker and process ids."""
     for path in logs:
         with contextlib.suppress(OSError):
             path.with_name(f"{name}{path.suffix}").symlink_to(path.name)

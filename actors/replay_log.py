@@ -119,10 +119,7 @@ class ServedCall:
         self._sent_at = time.monotonic()
 
     def computed(self, stats: Any, times: KvTimes) -> None:
-        """Record vLLM's RequestStateStats and KV times at the first output; ignore later calls.
-
-        Records nothing without statistics (`disable_log_stats`).
-        """
+        """Record vLLM's RequestStateStats and KV times at the first output; ignore later calls."""
         if self._is_timed or stats is None or not (stats.queued_ts and stats.scheduled_ts):
             return
         self._is_timed = True

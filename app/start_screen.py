@@ -101,10 +101,7 @@ class EngineStages:
 
 
 def failure_of(reports: Iterable[EngineReport], messages: Mapping[str, str], logs: str) -> StartFailure:
-    """Return the failure to print: the first report with an error, else the first of `messages`.
-
-    ``messages``  Serve's messages by what failed: `deployment NAME` or `service`
-    """
+    """Return the failure to print: the first report with an error, else the first of `messages`."""
     for report in reports:
         if report.error is not None:
             return StartFailure(f"{report.role} engine did not start:", report.error, report.log or logs)

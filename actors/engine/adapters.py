@@ -86,10 +86,7 @@ class EngineAdapters:
         return create_error_response(message=problem, err_type="NotFoundError", status_code=HTTPStatus.NOT_FOUND)
 
     async def compare(self) -> None:
-        """Unload the adapters loaded from records that have been deleted or changed since.
-
-        Raises UnavailableError if the records cannot be read.
-        """
+        """Unload the adapters loaded from records that have been deleted or changed since."""
         for name in list(self._resolved):
             record = await self._record_of(name)
             own = self._models.lora_requests.get(name)

@@ -125,10 +125,7 @@ def fields_in_source(source: str, name: str) -> set[str] | None:
 
 
 def check_arguments(settings: ServiceSettings) -> None:
-    """Raise SettingsError with all errors found in `settings` without an import of vLLM.
-
-    vLLM checks the values of its arguments when the engine starts.
-    """
+    """Raise SettingsError with all errors found in `settings` without an import of vLLM."""
     problems = _bad_selector("router", settings.router)
     for i, one in enumerate(settings.each_model().values()):
         where = f"models.{i}." if settings.models else ""

@@ -327,10 +327,7 @@ class Answer:
 
 
 def _check_resumable(request: ClientRequest, splice: Splice) -> str:
-    """Return the identity of the engines that can continue the stream of a failed engine.
-
-    Raises CannotResumeError if none can.
-    """
+    """Return the identity of the engines that can continue the stream of a failed engine."""
     problem = None
     if reason := why_not_resumable(request.endpoint, request.body):
         problem = f", and a stream with {reason} cannot be continued on another engine"

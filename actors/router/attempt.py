@@ -118,10 +118,7 @@ class Attempt:
         self.call = pool.dispatch(slot, call, self, order)
 
     def tell_planner(self, decode: str, prefill: str | None) -> None:
-        """Report the engines to the planner, in place of those reported before.
-
-        ``prefill``  prefill replica; None if decode serves the attempt alone
-        """
+        """Report the engines to the planner, in place of those reported before."""
         self.pair = Pair(prefill, decode)
         if self._inflight is not None:
             if (self._inflight.decode, self._inflight.prefill) == (decode, prefill):

@@ -89,12 +89,7 @@ class ModelRouter:
         failed_prefill: AbstractSet[str],
         failed_decode: AbstractSet[str],
     ) -> Decision:
-        """Decide route and replicas of `request`, and count the decision.
-
-        ``whole``           reason why decode must serve the whole request, or None
-        ``failed_prefill``  prefill replicas that must not be chosen
-        ``failed_decode``   decode replicas that must not be chosen
-        """
+        """Decide route and replicas of `request`, and count the decision."""
         identities = self.prefill.identities() | self.decode.identities()
         differ = len(set(identities.values())) > 1
         # Prefer an identity with free prefill slots; if none with decode is free, exclude none.
@@ -254,10 +249,7 @@ async def take_slot(
 
 @asynccontextmanager
 async def _while_running(engines: EnginePool, wanted: SlotRequest, period_s: float) -> AsyncGenerator[None, None]:
-    """Raise TimeoutError in the block once no replica runs that may be taken.
-
-    Checks every `period_s` seconds.
-    """
+    """Raise TimeoutError in the block once no replica runs that may be taken."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as bound:

@@ -17,20 +17,14 @@ from actors.router.single_flight import SingleFlight
 from actors.telemetry.router_metrics import newest_of
 
 STATUS_AGE_S = 1.0
-"""Time in seconds for which a router reuses a status after it has collected the parts.
-
-Limits the load on engines if many status pages are open.
-"""
+"""Time in seconds for which a router reuses a status: open status pages must not load engines."""
 
 RECENT_SHOWN = 60
 RouterMetricsText = tuple[str, str]
 
 
 class RouterReplica(Router):
-    """A router that queries its peers.
-
-    Peers call `own_metrics` and `own_status` through the deployment's handle.
-    """
+    """A router that queries its peers."""
 
     _peers: DeploymentHandle | None = None
     _status: SingleFlight[dict[str, Any]] | None = None
@@ -69,19 +63,13 @@ class RouterReplica(Router):
         return dict(counts)
 
     async def router_metrics(self) -> list[RouterMetricsText]:
-        """Return (replica id, exposition) of this replica and of its peers, sorted.
-
-        Omits peers that do not answer within `metrics_timeout_s`.
-        """
+        """Return (replica id, exposition) of this replica and of its peers, sorted."""
         own = await self.own_metrics()
         others = dict(await self._ask_peers("own_metrics")) | dict([own])
         return sorted(others.items())
 
     async def status(self) -> dict[str, Any]:
-        """Return the status of the whole service, collected at most STATUS_AGE_S seconds ago.
-
-        Omits engines and routers that do not answer within `metrics_timeout_s`.
-        """
+        """Return the status of the whole service, collected at most STATUS_AGE_S seconds ago."""
         if self._status is None:
             self._status = SingleFlight(self._ask_for_status, STATUS_AGE_S)
         return await self._status()

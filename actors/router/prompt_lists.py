@@ -168,11 +168,7 @@ AnyAnswer = Answer | ListAnswer
 
 
 async def open_answer(model: ModelRouter, request: ClientRequest) -> AnyAnswer:
-    """Serve `request`; return its answer, which has started. Always `close` it.
-
-    Each prompt of a list is served as a request of its own if `split` allows it. Raises the errors
-    of `Dispatcher.open`.
-    """
+    """Serve `request`; return its answer, which has started. Always `close` it."""
     prompts = split(request, model.limits.max_body_bytes)
     if not prompts:
         return await Answer.open(model, request)

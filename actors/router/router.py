@@ -26,10 +26,7 @@ from connectors.errors import TandemError
 logger = logging.getLogger(__name__)
 
 SEQUENCES_PER_SLOT = 4
-"""Default number of sequences that a router admits for each slot of the decode engines.
-
-It admits at least MIN_ONGOING_SEQUENCES.
-"""
+"""Default number of sequences that a router admits for each slot of the decode engines."""
 
 
 FIRST_PREFILL_S = 60.0
@@ -44,10 +41,7 @@ class Router:
     """Router of requests to the engines of one model or of several."""
 
     def __init__(self, limits: RouterLimits, *engines: ModelEngines, records: AdapterRecords | None = None) -> None:
-        """Create a router for the models in `engines`; if there are several, each needs a name.
-
-        ``records``  adapters that clients have loaded; None if they may not load any
-        """
+        """Create a router for the models in `engines`; if there are several, each needs a name."""
         self.limits = self._built_limits = limits
         self.rejected_config: str | None = None
         """Error of the last `user_config`; None if it was applied or if there was none."""

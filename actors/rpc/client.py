@@ -59,10 +59,7 @@ class Channel(asyncio.Protocol):
     def __init__(
         self, address: RpcAddress, closed: Callable[["Channel"], None], tls: ssl.SSLContext | None = None
     ) -> None:
-        """Start to connect; call `closed` when the connection ends or cannot be opened.
-
-        ``tls``  context of the connection; None: no TLS
-        """
+        """Start to connect; call `closed` when the connection ends or cannot be opened."""
         self.address = address
         self._tls = tls
         self._closed = closed
@@ -76,10 +73,7 @@ class Channel(asyncio.Protocol):
 
     @property
     def streams(self) -> int:
-        """Number of calls and methods without an end from the engine.
-
-        Includes those that the router cancelled after sending them.
-        """
+        """Number of calls and methods without an end from the engine."""
         return self._protocol.streams
 
     def call(self, request: RpcRequest, listener: Listener) -> int:

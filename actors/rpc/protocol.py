@@ -99,11 +99,6 @@ def common_version(offered: int, newest: int = NEWEST_VERSION, oldest: int = OLD
 
     `offered` is the router's newest version. The router also checks the engine's choice with this
     function, because the engine may choose a version that the router no longer supports.
-
-    >>> common_version(3, newest=2, oldest=1), common_version(1, newest=2, oldest=1)
-    (2, 1)
-    >>> common_version(0, newest=2, oldest=1) is None
-    True
     """
     return min(offered, newest) if offered >= oldest else None
 
@@ -157,10 +152,7 @@ class _Endpoint:
         return encode(messages)
 
     def _advance(self, message: Message, stream: int) -> bool:
-        """Move a stream to its next state; return whether `receive` yields `message`.
-
-        Raises RpcProtocolError for a message that the stream's state does not allow.
-        """
+        """Move a stream to its next state; return whether `receive` yields `message`."""
         state = self._states.get(stream)
         if state is None:
             state = StreamState.ENDED if 0 < stream <= self._last else StreamState.NEW
@@ -214,11 +206,7 @@ class EngineProtocol(_Endpoint):
                 raise RpcProtocolError(f"unexpected {type(message).__name__}")
 
     def send(self, stream: int, item: Item, size: int) -> bool:
-        """Queue an item; return False, without queueing it, if the stream has too little credit.
-
-        ``item``  an item from `pieces`
-        ``size``  credit that the item consumes, from `item_bytes`
-        """
+        """Queue an item; return False, without queueing it, if the stream has too little credit."""
         credit = self._credit[stream] - size
         if credit < 0:
             return False
@@ -295,10 +283,7 @@ class CallerProtocol(_Endpoint):
             self._outgoing.append(CancelStream(stream, done))
 
     def grant(self, stream: int, size: int) -> None:
-        """Queue Credit for `size` consumed bytes; ignore cancelled and ended streams.
-
-        The caller waits until GRANT_BYTES are consumed, to send few messages.
-        """
+        """Queue Credit for `size` consumed bytes; ignore cancelled and ended streams."""
         if stream in self._unread:
             self._unread[stream] -= size
             self._outgoing.append(Credit(stream, size))
@@ -330,10 +315,7 @@ class CallerProtocol(_Endpoint):
                 raise RpcProtocolError(f"unexpected {type(message).__name__}")
 
     def take(self) -> bytes:
-        """Return the RpcHello at the first call, then nothing until the RpcWelcome has arrived.
-
-        After it, remove the queued messages and return them as one frame.
-        """
+        """Return the RpcHello at the first call, then nothing until the RpcWelcome has arrived."""
         if self._hello is not None:
             hello, self._hello = self._hello, None
             return encode([hello])

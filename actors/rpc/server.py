@@ -50,10 +50,7 @@ MOST_ROUTERS = 64
 
 
 class RpcServer:
-    """RPC server of one engine.
-
-    Call `open` after the engine's start and `close` before the engine's end.
-    """
+    """RPC server of one engine."""
 
     def __init__(
         self,
@@ -160,11 +157,7 @@ class RpcServer:
                 self._unkept.set()
 
     async def _run_method(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Return the encoded result of one of `methods`.
-
-        Raises the method's errors, and ValueError for an unknown method or a result of a type
-        that msgpack cannot encode.
-        """
+        """Return the encoded result of one of `methods`."""
         if method not in self._methods:
             raise ValueError(f"this engine has no method {method!r} for routers")
         result = await self._methods[method](*arguments)
@@ -231,10 +224,5 @@ class RpcServer:
 
 
 def replica_metadata(address: RpcAddress, queue: int, **more: Any) -> dict[str, Any]:
-    """Return the metadata of a replica, or of one of its data-parallel ranks, for routers.
-
-    ``address``  address of its RPC server
-    ``queue``    number of requests that may wait in one router for engines of the role
-    ``more``     further entries
-    """
+    """Return the metadata of a replica, or of one of its data-parallel ranks, for routers."""
     return {"rpc": asdict(address), "version": NEWEST_VERSION, "queue": queue, **more}

@@ -135,8 +135,6 @@ class ServerConnection(asyncio.Protocol):
         """Queue an item of stream `number`.
 
         Return False without queueing if the stream lacks credit or the socket's buffer is full.
-
-        ``lazy``  whether the item may wait LINGER_S for the next one
         """
         size = item_bytes(item)
         if not self._can_write or not self._protocol.send(number, item, size):

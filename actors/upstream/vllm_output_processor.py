@@ -42,10 +42,7 @@ class SharedRequestOutputs(OutputProcessor):
 
     @classmethod
     def take_over(cls, processor: OutputProcessor, block_tokens: int | None) -> None:
-        """Replace the class of AsyncLLM's processor.
-
-        ``block_tokens``  block size of the prefix cache in tokens; None without a prefix cache
-        """
+        """Replace the class of AsyncLLM's processor."""
         processor.__class__ = cls
         processor.block_tokens = block_tokens
         processor.unfinished = set()

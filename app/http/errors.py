@@ -104,10 +104,7 @@ def _details(error: Exception) -> tuple[str | None, str | None]:
 
 
 def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/completions") -> JSONResponse:
-    """Return the response of `endpoint` for `error`.
-
-    ``retry_after_s``  least Retry-After of status 429 and 503
-    """
+    """Return the response of `endpoint` for `error`."""
     status = status_of(error)
     headers = {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):

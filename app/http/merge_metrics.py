@@ -29,10 +29,7 @@ class Family:
 
 
 def merge(sources: Iterable[Source]) -> str:
-    """Return one exposition of the samples of `sources`, grouped by family.
-
-    Each sample has the labels `role` and `replica`. Families with creation times are omitted.
-    """
+    """Return one exposition of the samples of `sources`, grouped by family."""
     families: dict[str, Family] = {}
     for role, replica, text in sources:
         _add(families, f'role="{_escaped(role)}",replica="{_escaped(replica)}"', text)
