@@ -13,11 +13,10 @@ which calls ``worker_side/``. With ``store``, calls also go to the KV store's tw
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -37,7 +36,7 @@ from connectors.vllm_hma.config import ConnectorConfig, parse_config, with_port_
 from connectors.vllm_hma.handshake.processes import process_start_s
 from connectors.vllm_hma.kv_store.orders import RankCache
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
-from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_method, check_store, reads_next_token
 from connectors.vllm_hma.model.identity import model_identity
@@ -85,7 +84,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
-        self._check_siblings(recompute_failed_loads(transfer))
+        recompute_failed_loads(transfer)
         if self.transfers:
             _check_transfers(vllm_config)
             config = parse_config(transfer.kv_connector_extra_config)
@@ -109,6 +108,9 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerConnector | None = None
         self._store_scheduler: StoreScheduler | None = None
         self._store_worker: StoreWorker | None = None
+        # Failed loads of this connector's store, or of another child of TandemMultiConnector,
+        # spoil steps.
+        self._spoiled = SpoiledSteps(vllm_config.max_concurrent_batches)
         max_model_len = vllm_config.model_config.max_model_len
         if role is KVConnectorRole.SCHEDULER:
             if self.transfers:
@@ -142,7 +144,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             if self.transfers:
                 self._worker = WorkerConnector(config, incarnation, vllm_config, kv_cache_config)
             if config.store is not None:
-                self._store_worker = StoreWorker(config.store, max_model_len)
+                self._store_worker = StoreWorker(config.store, max_model_len, self._spoiled)
 
     @property
     def scheduler(self) -> SchedulerConnector:
@@ -267,6 +269,11 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         return orders
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        # Spoil before the report is applied: it may complete objects computed from blocks whose
+        # load has failed. A MultiConnector reports the failed loads of all its children. After an
+        # asynchronous load this costs stores for nothing, but its blocks cannot be told apart.
+        if self._store_scheduler is not None and connector_output.invalid_block_ids:
+            self._store_scheduler.spoil()
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self.scheduler.quarantine.take(report.quarantine)
@@ -334,6 +341,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         assert isinstance(kv_connector_metadata, Orders)
         if self._worker is not None:
             self._worker.before_forward(kv_connector_metadata)
+        self._spoil(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -344,7 +352,12 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         """Copy stored KV into blocks. Transfers are asynchronous: ``wait_for_save`` starts them."""
         orders = self._orders()
         if self._store_worker is not None and orders.store is not None:
-            self._store_worker.load(orders.store)
+            broken = self._store_worker.load(orders.store)
+            # This rank's transfer fills the blocks that the store did not fill.
+            orders.receives = [
+                replace(each, loaded_token=0) if each.request_id in broken else each for each in orders.receives
+            ]
+            self._spoil(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request runs only after all its KV has arrived."""
@@ -362,6 +375,17 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             self._worker.after_forward(orders)
         if self._store_worker is not None and orders.store is not None:
             self._store_worker.store(orders.store)
+        self._spoiled.end_step()
+
+    def spoil(self) -> None:
+        """Neither send nor store KV of this step and scheduled ones: a child's load has failed."""
+        self._spoiled.load_failed()
+        if self._store_worker is not None:
+            self._store_worker.spoil()
+        self._spoil(self._orders())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._store_worker is None else self._store_worker.not_loaded()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
@@ -386,6 +410,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         for side in (self._worker, self._scheduler, self._store_scheduler):
             if side is not None and (changes := side.stats()) is not None:
                 stats.aggregate(changes)
+        # Children of a MultiConnector share their metrics: no numbers may replace another child's.
+        stats.data["ranks"] = {f"{rank} {id(self)}": counts for rank, counts in stats.data["ranks"].items()}
         return None if stats.is_empty() else stats
 
     # Scheduler and worker side.
@@ -400,33 +426,10 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         if self._store_worker is not None:
             self._store_worker.close()
 
-    def _check_siblings(self, engine: KVTransferConfig) -> None:
-        """Refuse children of vLLM's MultiConnector that this one cannot be beside.
-
-        If another child fails to load, vLLM has the step compute KV from the load's blocks all the
-        same, and this connector may send or store it before vLLM reads the failure. vLLM keeps
-        blocks of steps in flight out of the pool only if the MultiConnector's own role receives KV
-        (``defer_block_free`` in vllm/v1/core/sched/scheduler.py).
-        """
-        siblings = engine.kv_connector_extra_config.get("connectors", [])
-        kinds = [KVConnectorFactory.get_connector_class(KVTransferConfig(**each)) for each in siblings]
-        if sum(issubclass(kind, TandemConnector) for kind in kinds) > 1:
-            raise ConfigurationError(
-                f"{engine.kv_connector}: one of its connectors may be Tandem's; remove the others, and set `store` in "
-                "TandemConnector's kv_connector_extra_config for transfers and a store"
-            )
-        reporting = KVConnectorBase_V1.get_block_ids_with_load_errors
-        for kind in kinds:
-            if kind.get_block_ids_with_load_errors is not reporting:
-                raise ConfigurationError(
-                    f"{engine.kv_connector}: remove {kind.__name__}: KV that it fails to load may be sent or stored by "
-                    f"{type(self).__name__} before vLLM reads the failure"
-                )
-        if self.transfers and self._kv_transfer_config.is_kv_consumer and not engine.is_kv_consumer:
-            raise ConfigurationError(
-                f"{engine.kv_connector} has kv_role {engine.kv_role}, but its {type(self).__name__} receives KV; set "
-                "kv_both there, or kv_producer here"
-            )
+    def _spoil(self, orders: Orders) -> None:
+        if self._spoiled and self._worker is not None:
+            requests = {chunk.request_id for chunk in orders.chunks}
+            self._worker.runtime.spoil(requests, "a load of KV failed in this step or a recent one")
 
     def _orders(self) -> Orders:
         orders = self._get_connector_metadata()

@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from prometheus_client import Counter as PromCounter
 from prometheus_client import Gauge as PromGauge
@@ -137,9 +137,9 @@ class TandemStats(KVConnectorStats):
     """Changes since the last report, in ``data``.
 
     ``counts``    ``{counter: {label: number}}``
-    ``ranks``     ``{rank: {name: number}}`` of each rank with a change: transfers by stage,
-                  ``quarantined`` transfers and ``hanging`` writes. Under the rank ``store``:
-                  fetches from the KV store in progress
+    ``ranks``     ``{"<rank> <connector>": {name: number}}`` of each rank with a change: transfers
+                  by stage, ``quarantined`` transfers and ``hanging`` writes. Under the rank
+                  ``store``: fetches from the KV store in progress
     ``arrivals``  ``{request id: [asked_at, ended_at, failed]}``: start of the transfer on the first
                   rank and its end on the last, in ``time.monotonic()`` seconds of the engine's
                   host; whether it failed on any rank. A request that failed in the queue has no
@@ -299,6 +299,8 @@ class TandemPromMetrics(KVConnectorPromMetrics):
 class MetricHooks:
     """vLLM's hooks, in the API server process, that build a connector's statistics and metrics."""
 
+    _built: ClassVar[TandemPromMetrics | None] = None
+
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TandemStats:
         return TandemStats(data=data or {})
@@ -311,4 +313,10 @@ class MetricHooks:
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> TandemPromMetrics:
-        return TandemPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        # A MultiConnector calls this for each class among its children, with the same dictionary.
+        # They share their metrics: prometheus_client refuses a second metric of the same name.
+        built = MetricHooks._built
+        if built is None or built.per_engine_labelvalues is not per_engine_labelvalues:
+            built = TandemPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+            MetricHooks._built = built
+        return built

@@ -18,6 +18,7 @@ from connectors.vllm_hma.upstream.vllm_media_names import mark_names_of_clients
 
 _CONNECTORS = {
     "TandemConnector": "connectors.vllm_hma.connector",
+    "TandemMultiConnector": "connectors.vllm_hma.multi_connector",
     "TandemStoreConnector": "connectors.vllm_hma.store_connector",
 }
 

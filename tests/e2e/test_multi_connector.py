@@ -1,6 +1,7 @@
 """vLLM's MultiConnector over TandemConnector and ExampleConnector, in stock servers behind a proxy.
 
 ExampleConnector stores a prompt's blocks with its first chunk, so prompts are shorter than a chunk.
+``tests/vllm_contract/test_tandem_multi_connector.py`` has TandemMultiConnector's choices.
 """
 
 from __future__ import annotations

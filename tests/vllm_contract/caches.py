@@ -45,7 +45,7 @@ def child(kind: str = "TandemConnector", role: str = "kv_both", **extra: Any) ->
     """Return the settings of a connector of Tandem, with its ``kv_connector_extra_config``."""
     return {
         "kv_connector": kind,
-        "kv_connector_module_path": f"connectors.vllm_hma.{_MODULES[kind]}" if kind in _MODULES else None,
+        "kv_connector_module_path": f"connectors.vllm_hma.{_MODULES.get(kind, 'multi_connector')}",
         "kv_role": role,
         "kv_connector_extra_config": extra,
     }

@@ -24,7 +24,7 @@ from connectors.store.planning.prefix import ObjectRef
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
-from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model import adapters
 from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, AdapterChanges, AdapterLoads, adapter_loads
@@ -322,7 +322,7 @@ def test_kv_of_a_replaced_adapter_is_neither_stored_nor_loaded(host: Host) -> No
 
 
 def test_workers_report_each_load_once(host: Host, old: Path, new: Path) -> None:
-    engine, worker = Engine(), StoreWorker(host.settings, 4096)
+    engine, worker = Engine(), StoreWorker(host.settings, 4096, SpoiledSteps(1))
     worker._adapters = AdapterChanges(engine.loads)  # noqa: SLF001
     first, second = Adapter(1, str(old)), Adapter(1, str(new))
     assert worker.report() is None

@@ -23,9 +23,10 @@ from vllm.v1.request import Request
 from connectors.planning.layout import EngineLayout, GroupKind, MemoryKind
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.tiers.folder import FolderTier
+from connectors.store.tiers.staging import StagingLocation
 from connectors.vllm_hma.kv_store.orders import StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
-from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Orders
 from tests.campaigns.schedules.scheduling import Engine
 from tests.campaigns.store import scheduling
@@ -49,7 +50,7 @@ from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 
 def rank_of(host: Host) -> StoreWorker:
-    worker = StoreWorker(host.settings, 4096)
+    worker = StoreWorker(host.settings, 4096, SpoiledSteps(1))
     worker.register(RANK.layout)
     return worker
 
@@ -175,7 +176,7 @@ def test_full_attention_comes_from_the_store_and_the_rest_by_transfer(host: Host
     (load,) = orders.loads
     assert (load.start_token, load.end_token, set(load.offsets)) == (8, 48, set(FULL[:3]))
     worker = rank_of(host)
-    worker.load(orders)
+    assert worker.load(orders) == set()
     decode.take(worker.report() or StoreReport())
     assert left(decode) == 0
     decode.finished(request)
@@ -241,14 +242,19 @@ def test_an_evicted_block_of_the_own_cache_gives_up_the_prefix(host: Host) -> No
     assert left(decode) == 0
 
 
-def test_nothing_is_loaded_unless_every_rank_has_mapped_staging(host: Host) -> None:
-    """A load that a rank cannot copy would end the engine; its transfer fills the blocks."""
+def test_a_copy_that_fails_breaks_no_request(host: Host) -> None:
+    """The rank reports no wrong blocks: its transfer fills them all."""
     decode, request = begun(host, 64)
-    decode._attached = 0  # noqa: SLF001
-    assert not decode.prefix_ready(request, 0, END, False)
-    decode.take(StoreReport(detached=1))
-    assert decode.prefix_ready(request, 0, END, False)
-    assert decode.load_prefix(request, tables(), 0, END) == 0
+    assert decode.load_prefix(request, tables(), 0, END) == 64
+    worker = rank_of(host)
+    orders = decode.orders(SchedulerOutput.make_empty())
+    orders.staging = StagingLocation("/dev/shm/tandem-staging-that-is-not-there", ("", 0, 0))
+    assert worker.load(orders) == {"r"}
+    assert worker.not_loaded() == set()
+    report = worker.report()
+    assert report is not None
+    assert not report.broken
+    decode.take(report)
     assert left(decode) == 0
 
 

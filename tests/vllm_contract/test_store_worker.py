@@ -1,7 +1,8 @@
-"""The store's worker: caches on devices, and stored states."""
+"""The store's worker: caches on devices, and loads that fail within a step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,10 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.forward_context import ForwardContext
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connectors.errors import StoreError, UnsupportedCacheError
@@ -24,12 +27,16 @@ from connectors.store.tiers.staging import Staging
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.kv_store import worker as worker_module
 from connectors.vllm_hma.kv_store.orders import Load, Store, StoreOrders, StoreReport
-from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
+from connectors.vllm_hma.orders import Orders
+from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from testing.connector_state import snapshot
 from tests.planning.builders import Rank, make_rank
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, connector_config, full, vllm_config
-from tests.vllm_contract.stored_prompt import END, SHAPE, tables
+from tests.vllm_contract.stored_prompt import END, PROMPT, RANK, SHAPE, Host, reserve, tables
+from tests.vllm_contract.workers import Worker, sends_nothing_of_a_spoiled_step
 
 # ---- store on device -----------------------------------------------------------------------------
 
@@ -65,7 +72,7 @@ def rank() -> Rank:
 @pytest.fixture
 def device_worker(rank: Rank, held: type[HeldEvent]) -> StoreWorker:
     regions = tuple(replace(each, memory_kind=MemoryKind("VRAM", 0)) for each in rank.layout.regions)
-    made = StoreWorker(StoreSettings(path="/unused", chunk_tokens=16, staging_mib=1), 4096)
+    made = StoreWorker(StoreSettings(path="/unused", chunk_tokens=16, staging_mib=1), 4096, SpoiledSteps(2))
     made.register(replace(rank.layout, regions=regions), [torch.from_numpy(buffer) for buffer in rank.buffers])
     return made
 
@@ -119,6 +126,107 @@ def test_a_report_that_waits_for_an_idle_engines_next_step_is_no_hang(
     HeldEvent.passed = True
     assert device_worker.report() == StoreReport(timed_tokens=512)
     assert device_worker.report() == StoreReport(timed_tokens=256)
+
+
+# ---- failed store loads --------------------------------------------------------------------------
+
+
+GONE: tuple[tuple[int, ...], ...] = ((0,) * 9, (0,) * 9)
+"""Block tables without blocks."""
+
+
+def store_worker(spoiled: SpoiledSteps) -> StoreWorker:
+    made = StoreWorker(StoreSettings(path="/unused", disk_gib=0.1, chunk_tokens=16, staging_mib=1), 4096, spoiled)
+    made.register(RANK.layout)
+    return made
+
+
+def failing(staging: Staging) -> StoreOrders:
+    load = Load(0, "a", GONE, 0, 16, {ObjectRef(16, 0): 0, ObjectRef(16, 1): 4096})
+    return StoreOrders(staging.location, [load], [Store("b", TABLES, {ObjectRef(32, 0): 8192})])
+
+
+def storing(staging: Staging) -> StoreOrders:
+    return StoreOrders(staging.location, stores=[Store("b", TABLES, {ObjectRef(48, 0): 8192})])
+
+
+def test_other_requests_of_the_step_are_not_stored(staging: Staging) -> None:
+    """With asynchronous scheduling, the next step is scheduled before vLLM knows."""
+    worker = store_worker(spoiled := SpoiledSteps(batches=2))
+    reports = []
+    for orders in (failing(staging), storing(staging), storing(staging)):
+        worker.load(orders)
+        worker.store(orders)
+        spoiled.end_step()
+        reports.append(worker.report())
+    assert reports == [
+        StoreReport(attached=1, loaded={0: 1}, failed={8192: 1}, broken=True),
+        StoreReport(failed={8192: 1}),
+        StoreReport(filled={8192: 1}),
+    ]
+    assert not spoiled
+
+
+def after_another_childs_failed_load(
+    child: type[TandemConnector], scheduler: StoreScheduler, report: StoreReport
+) -> None:
+    transfer = connector_config(child.__name__, store={"path": "/unused"})
+    transfer.kv_load_failure_policy = "recompute"
+    config = vllm_config.__wrapped__(kv_transfer_config=transfer)
+    connector = child(config, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
+    output = KVConnectorOutput(invalid_block_ids={1}, kv_connector_worker_meta=WorkerReport(store=report))
+    connector._store_scheduler = scheduler  # noqa: SLF001
+    connector.update_connector_output(output)
+
+
+@pytest.mark.parametrize("child", [TandemConnector, TandemStoreConnector, None])
+def test_no_request_is_stored_later(host: Host, child: type[TandemConnector] | None) -> None:
+    """A request's first chunks may have been computed from the blocks of the failed load.
+
+    With ``child``, the load is that of another child of a MultiConnector.
+    """
+    scheduler = host.start()
+    requests = [Request(name, PROMPT, SamplingParams(max_tokens=1), None) for name in "ab"]
+    for request in requests:
+        scheduler.new_request(request)
+    offset = reserve(scheduler, "b", ObjectRef(16, 0))
+    report = StoreReport(filled={offset: 1}, broken=child is None)
+    if child is None:
+        scheduler.take(report)
+    else:
+        after_another_childs_failed_load(child, scheduler, report)
+    assert scheduler.store.counts["dropped_stores"] == 1
+    assert scheduler.store.staging.used_bytes == 0
+    for request in requests:
+        scheduler.finished(request)
+    assert scheduler.remembered == 0
+
+
+@pytest.mark.parametrize("streaming", ["chunk", "layer"])
+@pytest.mark.parametrize("later", [False, True], ids=["this step", "the next step"])
+def test_no_request_of_the_step_is_sent(
+    worker: Callable[..., Worker], staging: Staging, streaming: str, later: bool
+) -> None:
+    producer, consumer = worker("p", streaming=streaming), worker("c")
+    config = vllm_config.__wrapped__(kv_transfer_config=connector_config())
+    connector = TandemConnector(config, KVConnectorRole.WORKER, cache_config((["f"], full())))
+    connector.worker._runtime = producer.runtime  # noqa: SLF001
+    connector._spoiled = SpoiledSteps(batches=2)  # noqa: SLF001
+    connector._store_worker = store_worker(connector._spoiled)  # noqa: SLF001
+
+    def step(orders: Orders, fails: bool) -> None:
+        orders.store = failing(staging) if fails else storing(staging)
+        connector.handle_preemptions(orders)
+        connector.bind_connector_metadata(orders)
+        context = ForwardContext.__new__(ForwardContext)
+        if fails:
+            connector.start_load_kv(context)
+        connector.worker.layer_computed("layer")
+        if not fails:
+            connector.start_load_kv(context)
+        connector.wait_for_save()
+
+    sends_nothing_of_a_spoiled_step(producer, consumer, step, later)
 
 
 # ---- stored states -------------------------------------------------------------------------------

@@ -247,6 +247,27 @@ def let_go(producer: Worker) -> None:
     scripted(producer).held = False
 
 
+def sends_nothing_of_a_spoiled_step(
+    producer: Worker, consumer: Worker, step: Callable[[Orders, bool], None], later: bool = False
+) -> None:
+    """Check that prefill's last chunk is not sent, if its step is spoiled or, ``later``, the next.
+
+    ``step``  runs a step with these orders, which is spoiled or not
+    """
+    producer.cache[:] = 0xEE
+    step(Orders(expects=[EXPECT], starts=["q"]), False)
+    consumer.step(receives=[receive(producer.address)])
+    until(lambda: producer.runtime.counts()["live"] == 1)
+    chunks = [Chunk("q", ((1, 2),), 7, last=True)]
+    step(Orders(chunks=[] if later else chunks), True)
+    if later:
+        step(Orders(chunks=chunks), False)
+    step(Orders(finished=[SENT]), False)
+    assert results(consumer) == FAILED
+    assert results(producer) == ({"q"}, set(), set())
+    assert (consumer.cache == 0).all(), "nothing of the step was written"
+
+
 def posted(producer: Worker) -> bool:
     writes = producer.runtime._writes._open.values()  # noqa: SLF001
     return bool(writes) and not any(one.posting for one in list(writes))

@@ -65,10 +65,12 @@ class StoreReport:
 
     ``attached``, ``detached``  number of ranks that have mapped the staging memory, or have failed
                                 to; each rank reports once, with its first step
-    ``loaded``                  number of ranks that have ended a load
+    ``loaded``                  number of ranks that have ended a load, with or without success
     ``filled``, ``failed``      number of ranks that have filled a slot, or failed to, by offset
+    ``broken``                  whether a load without a transfer failed. Later KV of any request
+                                that shares blocks with the load may be invalid
     ``timed_s``, ``copied_s``   seconds on the slowest rank for the step with ``timed_tokens``, and
-                                for copies of loads; 0: not measured
+                                for copies of loads; 0: not measured, or a load failed
     """
 
     attached: int = 0
@@ -76,6 +78,7 @@ class StoreReport:
     loaded: dict[int, int] = field(default_factory=dict)
     filled: dict[int, int] = field(default_factory=dict)
     failed: dict[int, int] = field(default_factory=dict)
+    broken: bool = False
     adapters: dict[Adapter, str] = field(default_factory=dict)
     timed_tokens: int = 0
     timed_context_tokens: float = 0.0
@@ -92,6 +95,7 @@ class StoreReport:
                 mine[key] = mine.get(key, 0) + ranks
         self.attached += other.attached
         self.detached += other.detached
+        self.broken = self.broken or other.broken
         self.timed_tokens = max(self.timed_tokens, other.timed_tokens)
         self.timed_context_tokens = max(self.timed_context_tokens, other.timed_context_tokens)
         self.timed_s = max(self.timed_s, other.timed_s)

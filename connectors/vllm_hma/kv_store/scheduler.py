@@ -134,7 +134,9 @@ class StoreScheduler:
         fetch = known.fetch or self._begin_fetch(known, local_tokens, request.num_tokens - 1)
         if fetch is None:
             return 0
-        if not self._poll(known, fetch):
+        # Not before all ranks have mapped staging: if a load without a transfer fails, vLLM ends an
+        # engine with several KV cache groups.
+        if not self._poll(known, fetch) or self._attached < self._ranks:
             return None
         if local_tokens < fetch.start_token:
             # The engine's own cache has evicted blocks that the fetch relied on.
@@ -176,8 +178,7 @@ class StoreScheduler:
         if known is None:
             return start_token
         fetch, stop = known.fetch, start_token
-        # A rank may have failed to map staging meanwhile.
-        beside = fetch is not None and fetch.over and fetch.beside_transfer and not self._detached
+        beside = fetch is not None and fetch.over and fetch.beside_transfer
         if fetch is not None and beside and fetch.start_token <= start_token < fetch.end_token:
             stop = fetch.end_token
             self._order_load(known, fetch, tables, start_token)
@@ -222,14 +223,16 @@ class StoreScheduler:
         return orders
 
     def take(self, report: StoreReport) -> None:
-        # Adapters first: KV that they make invalid must not be stored by the rest of this report,
-        # or by a step that is already in progress.
+        # Adapters and failed loads first: KV that they make invalid must not be stored by the rest
+        # of this report, or by a step that is already in progress.
         for adapter, identity in report.adapters.items():
             if self._adapters.get(adapter, identity) != identity:
                 self._give_up(adapter)
             self._adapters[adapter] = identity
             if identity == UNKNOWN:
                 del self._adapters[adapter]
+        if report.broken:
+            self.spoil()
         store = self.store
         store.costs.computed(report.timed_tokens, report.timed_context_tokens, report.timed_s)
         self._attached += report.attached
@@ -249,6 +252,11 @@ class StoreScheduler:
             if filling.ranks == self._ranks:
                 del self._filling[offset]
                 self._filled(filling, offset)
+
+    def spoil(self) -> None:
+        # Blocks of a failed load may be part of any current request's KV.
+        for known in self._known():
+            known.void = True
 
     def reset(self) -> None:
         """End all fetches and change the namespace, which identifies the weights that the engine
@@ -296,8 +304,7 @@ class StoreScheduler:
         if not fetch.over and fetch.poll(queued):
             known.present = fetch.present
             self._unreported.fetched(known.request.request_id, fetch.began_at, fetch.ended_at)
-        # A load must not fail: it is ordered once all ranks have mapped staging.
-        return fetch.over and self._attached == self._ranks
+        return fetch.over
 
     def _order_load(self, known: StoreRequest, fetch: Fetch, tables: tuple[list[int], ...], start_token: int) -> None:
         known.tier = fetch.tier

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from connectors.errors import PlanError, StoreError
+from connectors.planning.blocks import NULL_BLOCK
 from connectors.planning.descriptors import build_runs
 from connectors.planning.layout import EngineLayout
 from connectors.protocol.agent_metadata import ModelIdentity
@@ -38,6 +39,28 @@ logger = logging.getLogger(__name__)
 _HANGS_S = 120.0
 
 
+class SpoiledSteps:
+    """Number of steps, from the current one on, whose KV a failed load may make invalid; false if
+    zero. Any request of these steps may read the load's blocks: vLLM's prefix cache contains them
+    once the load is ordered.
+
+    ``batches``  number of steps that vLLM schedules before it reads the first one's output
+    """
+
+    def __init__(self, batches: int) -> None:
+        self._batches = batches
+        self._steps = 0
+
+    def __bool__(self) -> bool:
+        return self._steps > 0
+
+    def load_failed(self) -> None:
+        self._steps = self._batches
+
+    def end_step(self) -> None:
+        self._steps = max(0, self._steps - 1)
+
+
 @dataclass(slots=True)
 class _Step:
     """The report is due once ``mark`` has passed; start and end of what is measured."""
@@ -50,14 +73,15 @@ class _Step:
 
 
 class StoreWorker:
-    """Worker side of one rank's store. Ready after ``register``."""
+    """Worker side of one rank's store. Ready after ``register``; the connector ends ``spoiled``."""
 
     # Mark after the last copy from or to blocks of all stores of this process; they share a stream.
     _touched: ClassVar[tuple[Any, ...]] = ()
 
-    def __init__(self, settings: StoreSettings, max_model_len: int) -> None:
+    def __init__(self, settings: StoreSettings, max_model_len: int, spoiled: SpoiledSteps) -> None:
         self._settings = settings
         self._max_model_len = max_model_len
+        self._spoiled = spoiled
         self._layout: EngineLayout | None = None
         self._planned: tuple[StorePlan, RankPlans]
         self._staging: AttachedStaging | None = None
@@ -67,6 +91,7 @@ class StoreWorker:
         self._began: Any = None
         self._step = _Step(StoreReport())
         self._steps: deque[_Step] = deque()
+        self._not_loaded: set[int] = set()
         self._adapters = AdapterChanges(adapter_loads())
 
     def register(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -80,27 +105,53 @@ class StoreWorker:
         assert self._layout is not None, "vLLM registers the cache before it reads the metadata"
         return RankCache(self._layout, model)
 
+    def spoil(self) -> None:
+        self._report.broken = True
+        self._spoiled.load_failed()
+
     def begin_step(self) -> None:
         """Start to measure a step. vLLM calls ``load`` before the forward pass only in some steps
         (``has_sync_kv_loads`` in vllm/v1/worker/kv_connector_model_runner_mixin.py).
         """
         self._began = self._copies.now()
 
-    def load(self, orders: StoreOrders) -> None:
-        """Raises StoreError, which ends the engine, if the device rejects a copy: vLLM's prefix
-        cache has the load's blocks already, and other requests of scheduled steps may read them.
+    def load(self, orders: StoreOrders) -> set[str]:
+        """Return the ids of requests whose load beside a transfer failed: the caller makes the
+        transfer fill all their blocks. After another failed load, the scheduler has already counted
+        the tokens as computed, so steps are spoiled.
         """
-        loads_began = self._copies.now()
+        broken: set[str] = set()
+        step, loads_began, all_copied = self._step, self._copies.now(), bool(orders.loads)
         self._attach_once(orders)
         for load in orders.loads:
-            plan, addresses = self._planned[1].load, self._addresses(load.offsets)
-            start, end, full_only = load.start_token, load.end_token, load.beside_transfer
-            moves = load_moves(self._planned[0], plan, load.tables, start, end, addresses, full_only)
-            self._copies.load(build_runs(plan, moves))
-            self._step.report.loaded[load.load_id] = 1
+            try:
+                plan, tables = self._planned[1].load, load.tables
+                start, end, full_only = load.start_token, load.end_token, load.beside_transfer
+                addresses = self._addresses(load.offsets)
+                moves = load_moves(self._planned[0], plan, tables, start, end, addresses, full_only)
+                self._copies.load(build_runs(plan, moves))
+            except (PlanError, StoreError) as error:
+                all_copied = False
+                remedy = (
+                    "the transfer sends all KV"
+                    if load.beside_transfer
+                    else "vLLM computes its prompt, or ends if there are several KV cache groups"
+                )
+                logger.error(
+                    "Tandem: the load of stored KV for request %s failed, so %s: %s", load.request_id, remedy, error
+                )
+                if load.beside_transfer:
+                    broken.add(load.request_id)
+                else:
+                    # vLLM finds the request by these blocks (``not_loaded``).
+                    self._not_loaded.update(block for table in load.tables for block in table if block != NULL_BLOCK)
+                    self.spoil()
+            step.report.loaded[load.load_id] = 1
+        if all_copied:
+            step.loads = loads_began, self._copies.now()
         if orders.loads:
-            self._step.loads = loads_began, self._copies.now()
             StoreWorker._touched = self._copies.mark()[:1]
+        return broken
 
     def store(self, orders: StoreOrders) -> None:
         step = self._step
@@ -111,6 +162,8 @@ class StoreWorker:
         for store in orders.stores:
             done = step.report.filled
             try:
+                if self._spoiled:
+                    raise StoreError("a load failed in this or a preceding step, so KV of this step may be invalid")
                 plan, addresses = self._planned[1].store, self._addresses(store.offsets)
                 self._copies.store(build_runs(plan, store_moves(self._planned[0], plan, store.tables, addresses)))
             except (PlanError, StoreError) as error:
@@ -128,11 +181,19 @@ class StoreWorker:
     def close(self) -> None:
         self._copies.close()
 
+    def not_loaded(self) -> set[int]:
+        """Return the blocks of requests whose load without a transfer has failed. vLLM computes
+        their prompts, or ends an engine with several KV cache groups
+        (vllm/v1/core/sched/scheduler.py, ``_handle_invalid_blocks``).
+        """
+        found, self._not_loaded = self._not_loaded, set()
+        return found
+
     def report(self) -> StoreReport | None:
         """Raises StoreError, which ends the engine, if the device hangs."""
         report, self._report = self._report, StoreReport()
         if self._step.report:
-            # Until the mark, copies may also use the slots of stores that have failed.
+            # Until the mark, copies may also use the slots of loads and stores that have failed.
             self._step.mark, self._step.marked_at = self._copies.mark(), time.monotonic()
             self._steps.append(self._step)
             self._step = _Step(StoreReport())

@@ -15,8 +15,8 @@ from connectors.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 
-def recompute_failed_loads(transfer: KVTransferConfig) -> KVTransferConfig:
-    """Set the policy in a connector's configuration; return the engine's, on the worker side.
+def recompute_failed_loads(transfer: KVTransferConfig) -> None:
+    """Set the policy in a connector's configuration.
 
     The children of vLLM's MultiConnector have configurations of their own, which the scheduler does
     not read. Raises ConfigurationError if the engine's says `fail`; known on the worker side only.
@@ -31,4 +31,3 @@ def recompute_failed_loads(transfer: KVTransferConfig) -> KVTransferConfig:
             f"kv_transfer_config: set kv_load_failure_policy='recompute' for {engine.kv_connector}; with vLLM's "
             "default, 'fail', a failed load of KV fails the request"
         )
-    return engine or transfer

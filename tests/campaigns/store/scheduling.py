@@ -29,7 +29,7 @@ from connectors.planning.layout import GroupKind
 from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.store.settings import parse_settings
 from connectors.vllm_hma.kv_store.orders import StoreOrders
-from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.reports import WorkerReport
 from tests.campaigns.runner import Report
@@ -102,7 +102,7 @@ class Engine(Core):
         self.ranks: list[Rank] = make_engine(shape, tp)
         self.states = states
         settings = parse_settings({"store": store})
-        self.workers = [StoreWorker(settings, MAX_MODEL_LEN) for _ in self.ranks]
+        self.workers = [StoreWorker(settings, MAX_MODEL_LEN, SpoiledSteps(1)) for _ in self.ranks]
         for worker, rank in zip(self.workers, self.ranks, strict=True):
             worker.register(with_field(rank.layout, 2, block_tokens=MAX_MODEL_LEN) if states else rank.layout)
         self.connector.set_xfer_handshake_metadata_pp_aware(
@@ -164,7 +164,7 @@ class Engine(Core):
         for worker in self.workers:
             worker.store(orders)
             own = WorkerReport(store=worker.report())
-            reports.append(KVConnectorOutput(kv_connector_worker_meta=own))
+            reports.append(KVConnectorOutput(invalid_block_ids=worker.not_loaded(), kv_connector_worker_meta=own))
         return self.merged(sampled, reports)
 
     def forward(self, output: SchedulerOutput, tables: dict[str, tuple[list[int], ...]]) -> dict[str, list[int]]:
