@@ -42,6 +42,7 @@ class AdapterRecords:
         self._thread = ThreadPoolExecutor(1, "adapter-records")
 
     async def add(self, name: str, record: AdapterRecord) -> bool:
+        """Add a record; return False, and change nothing, if `name` has one."""
         data = json.dumps(astuple(record))
         return not await self._run(lambda: ray_private.store_put(self._key(name), data, overwrite=False))
 

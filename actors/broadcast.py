@@ -12,7 +12,10 @@ from actors.upstream.ray_private import replica_results
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 300.0
+"""Minimum interval in seconds between warnings that Serve cannot call the replicas of a role."""
+
 _logged_at: dict[tuple[str, str], float] = {}
+"""Monotonic time in seconds of the last warning, by role and method."""
 
 
 class Role(Protocol):
@@ -24,6 +27,8 @@ class Role(Protocol):
 
 async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *arguments: object) -> list[Any]:
     """Return the results of `method` on all replicas; log those that fail or time out.
+
+    ``role``  name of the deployment in log messages
 
     Returns an empty list if Serve cannot call the replicas, or cannot list them in time.
     """

@@ -16,6 +16,8 @@ import msgspec
 from starlette.requests import Request
 
 OFF_LOOP_BYTES = 256 * 2**10
+"""Size in bytes above which a body is decoded in a thread."""
+
 Decoded = TypeVar("Decoded")
 
 _DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -39,7 +41,10 @@ async def off_loop(body_bytes: int, decode: Callable[[], Decoded]) -> Decoded:
 
 
 def as_written(raw: bytes) -> dict[str, Any]:
-    """Return the fields of the JSON object `raw` with values that `write` copies unchanged."""
+    """Return the fields of the JSON object `raw` with values that `write` copies unchanged.
+
+    Returns parsed values if msgspec cannot decode `raw`.
+    """
     try:
         return _DECODER.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -27,6 +27,7 @@ from actors.request import (
 )
 
 Arrival = tuple[float, float, bool]
+"""Start and end of a transfer on the host's monotonic clock in seconds, and whether it failed."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class ServedCall:
     """Called after the serving layer has processed an output."""
     began_at: float = field(default_factory=lambda: time.monotonic())
     request_id: str | None = None
+    """Id of the call's first request in the engine core."""
     first_token: asyncio.Future[None] | None = None
     """Done when the engine has sampled the first token of an answer that is not streamed.
 
@@ -69,6 +71,7 @@ class ServedCall:
     emitted: deque[int] = field(default_factory=deque)
     """Tokens that vLLM's frontend has to process before the engine's own first output."""
     prefilled: int = 0
+    """Number of tokens of `replay` that the engine computes with the prompt."""
     transfer: Mapping[str, Any] | None = None
     """Parameters of the KV of the prompt and of `replay`; None: this engine computes them."""
     movable: bool = False
@@ -78,6 +81,7 @@ class ServedCall:
     moves_as: str | None = None
     """Transfer id of the stream's KV; None before the stream is told to move."""
     recorded: int = 0
+    """Number of tokens so far."""
     _identified: bool = False
     _sampled: bool = False
     _new: deque[TokenGroup] = field(default_factory=deque)
@@ -87,6 +91,7 @@ class ServedCall:
     _timings: EngineTimings | None = None
 
     def begin(self) -> bool:
+        """Return whether this is the call's first generation: only that one is recorded."""
         first, self._began = not self._began, True
         return first
 
@@ -119,7 +124,10 @@ class ServedCall:
         self._sent_at = time.monotonic()
 
     def computed(self, stats: Any, times: KvTimes) -> None:
-        """Record vLLM's RequestStateStats and KV times at the first output; ignore later calls."""
+        """Record vLLM's RequestStateStats and KV times at the first output; ignore later calls.
+
+        Records nothing without statistics (`disable_log_stats`).
+        """
         if self._is_timed or stats is None or not (stats.queued_ts and stats.scheduled_ts):
             return
         self._is_timed = True
@@ -138,6 +146,7 @@ class ServedCall:
         )
 
     def take_timings(self) -> EngineTimings | None:
+        """Return the timings, up to now, at the first call after the first token; else None."""
         timings, self._timings = self._timings, None
         return timings and replace(timings, answered_s=time.monotonic() - self.began_at)
 
@@ -205,6 +214,7 @@ class KvArrivals:
         return KvTimes() if request_id is None else self._found.pop(request_id, KvTimes())
 
     def adapter(self, rank: int, adapter: str) -> str:
+        """Return the identity of an adapter's content on a data-parallel rank; empty if unknown."""
         return self._adapters.get((rank, adapter), "")
 
     def observe(self, connector_stats: Mapping[str, Any] | None, rank: int = 0) -> None:

@@ -78,6 +78,7 @@ class TlsFiles:
         return _certificates(f"{self.prefix}certfile", self.certfile)[0]
 
     def expires_at(self) -> datetime:
+        """Return the certificate's expiry time in UTC."""
         return self._own_certificate().not_valid_after_utc
 
     def signature(self) -> Signature:
@@ -93,6 +94,7 @@ class ReloadedTls:
     """
 
     def __init__(self, files: TlsFiles, client: bool = True) -> None:
+        """Load the files. Raises ConfigurationError if they cannot be loaded."""
         self._files = files
         self._client = client
         self._loaded = _signature(files)

@@ -16,6 +16,8 @@ COMMANDS = {
     "drain": ("app.drain", "empty one engine before its node is stopped"),
     "version": ("", "print the releases of Tandem, Python and the main libraries"),
 }
+"""Module whose `main` runs each command, and its description."""
+
 REQUIRED = {"ray": "pip install '.[serve]' in the checkout", "vllm": "install vLLM 0.32.0: docs/quickstart.md#packages"}
 """Module that most commands need, and how to install it."""
 

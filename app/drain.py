@@ -20,6 +20,7 @@ from configs.settings.auth import environment_operator_keys
 POLL_S = 1.0
 REQUEST_S = 30.0
 TRIES = 10
+"""Consecutive polls without an answer after which the command ends."""
 
 
 class DrainError(Exception):
@@ -47,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def follow(options: argparse.Namespace) -> None:
-    """Return when the engine is empty, or drained no longer; raise DrainError at the limit."""
+    """Drain the engine and return when it is empty, or drained no longer; raise DrainError at the
+    limit.
+    """
     began, printed, failed = time.monotonic(), None, 0
     state = send(options, "POST")
     while True:
@@ -71,6 +74,7 @@ def follow(options: argparse.Namespace) -> None:
 
 
 def send(options: argparse.Namespace, method: str) -> dict[str, Any]:
+    """Return the engine's state; raise DrainError with what the router reports."""
     request = urllib.request.Request(f"{options.url}/tandem/drain/{quote(options.engine, safe='')}", method=method)
     for key in environment_operator_keys()[:1]:
         request.add_header("Authorization", f"Bearer {key.get_secret_value()}")

@@ -77,6 +77,11 @@ class HttpRouter(RouterReplica):
     ) -> None:
         """Start the router, and its HTTP server if `settings.http_port` is set.
 
+        ``key_digests``        digests of the API keys in `args`
+        ``build_key_digests``  digests of the API keys in the environment of the build
+        ``operator_digests``, ``build_operator_digests``  the same of operator keys
+        ``rpc_tls``            certificate files of the connections to engines; None: no TLS
+
         Raises ConfigurationError if the port or a certificate cannot be used, OSError if another
         process takes the port during the start, and SettingsError for an invalid API key in this
         process's environment.
@@ -90,7 +95,12 @@ class HttpRouter(RouterReplica):
             settings.limits(),
             *(
                 ModelEngines(
-                    EnginePool("prefill", one.prefill, client), EnginePool("decode", one.decode, client), *one[2:]
+                    EnginePool("prefill", one.prefill, client),
+                    EnginePool("decode", one.decode, client),
+                    one.names,
+                    one.allows_adapters,
+                    one.adapters,
+                    one.suffix,
                 )
                 for one in models
             ),

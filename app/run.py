@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 from urllib.request import getproxies
@@ -227,8 +227,11 @@ def check_user_config(deployments: list[dict[str, Any]], settings: ServiceSettin
     for i, one in enumerate(deployments):
         if one.get("name") != "Router" or one.get("user_config") is None:
             continue
-        with errors_in(f"deployments.{i}.user_config."):
+        try:
             changed_limits(settings.router.limits(), one["user_config"])
+        except SettingsError as error:
+            lines = [f"deployments.{i}.user_config.{line}" for line in str(error).splitlines()]
+            raise SettingsError("\n".join(lines)) from None
 
 
 def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
@@ -248,17 +251,11 @@ def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
     if fixed:
         lines = [f"{name}.replicas: must be an autoscaling_config: {POLICY} scales both roles" for name in fixed]
         raise SettingsError("\n".join(lines))
-    with errors_in("autoscaling_policy.policy_kwargs."):
-        parse_scaling(policy.get("policy_kwargs") or {})
-
-
-@contextlib.contextmanager
-def errors_in(section: str) -> Iterator[None]:
-    """Add the path of a section to the keys in a SettingsError."""
     try:
-        yield
+        parse_scaling(policy.get("policy_kwargs") or {})
     except SettingsError as error:
-        raise SettingsError("\n".join(section + line for line in str(error).splitlines())) from None
+        lines = [f"autoscaling_policy.policy_kwargs.{line}" for line in str(error).splitlines()]
+        raise SettingsError("\n".join(lines)) from None
 
 
 def _unknown_keys(given: dict[str, Any], schema: type[BaseModel], where: str = "") -> list[str]:
@@ -306,7 +303,10 @@ def start_ray(init: Callable[[], object], screen: Screen) -> None:
 
 
 def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, cluster: str | None, screen: Screen) -> int:
-    """Run `serve run` on the Ray cluster at `cluster`, or on a new one; return the exit status."""
+    """Run `serve run` on the Ray cluster at `cluster`, or on a new one; return the exit status.
+
+    Raises Stop if a signal arrives before the deployment.
+    """
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     verbose = os.environ.get("VERBOSE", "0") not in ("", "0")
@@ -387,6 +387,7 @@ def stop_on_signals() -> None:
 
 
 def shut_down(drain_s: float) -> None:
+    """Shut Serve down; wait until replicas that drain for `drain_s` have ended."""
     from ray import serve
 
     for _ in range(int(drain_s / SHUTDOWN_S) + 1):
@@ -449,6 +450,7 @@ class Watcher:
                 self._watch.close()
 
     def _look(self) -> bool:
+        """Print new stages; return True once the start has succeeded or failed."""
         application = self._application()
         if application is None:
             return False

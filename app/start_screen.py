@@ -72,7 +72,10 @@ class EngineStages:
         self._reminder_s = FIRST_REMINDER_S
 
     def advance(self, reports: Iterable[EngineReport], elapsed_s: float, waiting_for: str = "") -> list[str]:
-        """Return the lines to print now. `waiting_for`: Serve's message about missing replicas."""
+        """Return the lines to print now: stages reached since the last call, or a reminder.
+
+        `waiting_for` is Serve's message about replicas that it has not scheduled, or "".
+        """
         reports = list(reports)
         lines = []
         for role, replicas in self._replicas.items():
@@ -101,7 +104,10 @@ class EngineStages:
 
 
 def failure_of(reports: Iterable[EngineReport], messages: Mapping[str, str], logs: str) -> StartFailure:
-    """Return the failure to print: the first report with an error, else the first of `messages`."""
+    """Return the failure to print: the first report with an error, else the first of `messages`.
+
+    ``messages``  Serve's messages by what failed: `deployment NAME` or `service`
+    """
     for report in reports:
         if report.error is not None:
             return StartFailure(f"{report.role} engine did not start:", report.error, report.log or logs)
@@ -147,6 +153,7 @@ class Screen:
             print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
     def quiet(self, log: Path) -> None:
+        """Redirect stdout and stderr of this process to `log`, including Ray's C++ output."""
         self._out, self._err = (os.fdopen(os.dup(stream), "w") for stream in (1, 2))
         with log.open("ab") as file:
             for stream in (1, 2):

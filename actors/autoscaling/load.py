@@ -50,10 +50,12 @@ class LoadMeter:
         self._busy_s.add(busy_s, self._busy_clock_s)
 
     def tokens(self, gap_s: float, now_s: float, count: float = 1) -> None:
+        """Count a new token of each of `count` sequences, `gap_s` after its previous token."""
         self._token_gaps_s.add(gap_s * count, now_s)
         self._tokens.add(count, now_s)
 
     def read(self, now_s: float) -> dict[str, float]:
+        """Return the fields of PrefillLoad and DecodeLoad measured so far, by name."""
         # Until the engine is older than the window, the sums cover less time than `_window_s`.
         window_s = self._window_s * (1 - exp(-max(now_s - self._began_s, 1e-3) / self._window_s))
         busy_s, prompts = self._busy_s.value(self._busy_clock_s), self._prompts.value(self._busy_clock_s)

@@ -17,6 +17,7 @@ class LoadLogger(StatLoggerBase):
         self._rank_count = vllm_config.parallel_config.data_parallel_size
         self._load = LoadMeter(time.monotonic())
         self._ranks: dict[int, tuple[int, int, float]] = {}
+        """Running and waiting requests and used fraction of the KV cache, by data-parallel rank."""
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_FILES = 100_000
+"""Number of adapters, by name and path, that one engine can load in its life."""
 
 
 class EngineAdapters:
@@ -44,6 +45,7 @@ class EngineAdapters:
         self._cpu_slots = cpu_slots
         self._lock = asyncio.Lock()
         self._files: dict[tuple[str, str], bytes] = {}
+        """Digest of `_files` at the last load, by name and path."""
         self._resolved: set[str] = set()
         """Adapters loaded from their records. The router may not know this engine yet, so `compare`
         follows their records."""
@@ -86,7 +88,10 @@ class EngineAdapters:
         return create_error_response(message=problem, err_type="NotFoundError", status_code=HTTPStatus.NOT_FOUND)
 
     async def compare(self) -> None:
-        """Unload the adapters loaded from records that have been deleted or changed since."""
+        """Unload the adapters loaded from records that have been deleted or changed since.
+
+        Raises UnavailableError if the records cannot be read.
+        """
         for name in list(self._resolved):
             record = await self._record_of(name)
             own = self._models.lora_requests.get(name)

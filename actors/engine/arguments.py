@@ -37,6 +37,8 @@ OWNED = {
     ),
     "enable_elastic_ep": "remove it; the number of data-parallel ranks of a replica is fixed",
 }
+"""Engine arguments that users cannot set, and the remedy for the error message."""
+
 _NO_ENDPOINT = "remove it; the router does not serve the endpoints that this argument configures"
 
 WITHOUT_EFFECT = {
@@ -107,6 +109,7 @@ def _source(module: str) -> str:
 
 
 def fields_in_source(source: str, name: str) -> set[str] | None:
+    """Return the annotated fields of dataclass `name` and of its bases; None if one is missing."""
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     if name not in classes:
         return None
@@ -125,7 +128,10 @@ def fields_in_source(source: str, name: str) -> set[str] | None:
 
 
 def check_arguments(settings: ServiceSettings) -> None:
-    """Raise SettingsError with all errors found in `settings` without an import of vLLM."""
+    """Raise SettingsError with all errors found in `settings` without an import of vLLM.
+
+    vLLM checks the values of its arguments when the engine starts.
+    """
     problems = _bad_selector("router", settings.router)
     for i, one in enumerate(settings.each_model().values()):
         where = f"models.{i}." if settings.models else ""
@@ -226,6 +232,7 @@ def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
 
 
 def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any]:
+    """Return the keyword arguments of AsyncEngineArgs for `role`, without the KV connector."""
     own = settings.role(role)
     defaults = {} if own.num_gpus else CPU_DEFAULTS
     # For `mp` the argument stays unset: vLLM then chooses the executor.

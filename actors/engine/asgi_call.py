@@ -18,6 +18,7 @@ Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any]
 
 READY_BYTES = 2**16
+"""Number of unread body bytes at which the application's `send` waits."""
 
 
 class Notices:
@@ -25,6 +26,7 @@ class Notices:
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
+        """Set by each `put`; its reader clears it."""
         self._items: deque[Any] = deque()
 
     def put(self, item: Any) -> None:

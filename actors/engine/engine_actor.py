@@ -95,6 +95,7 @@ class EngineActor:
                 self._tasks.append(asyncio.create_task(comparing, name="compares-adapters"))
 
     async def _prepare(self, settings: ServiceSettings) -> None:
+        """Prepare the replica for its role; runs before Serve marks the replica ready."""
         node_lost_s = grace_s(settings.transfer.node_lost_s)
         lost = watch_nodes(self.engine.lose, node_lost_s, await dead_nodes_now())
         self._tasks = [asyncio.create_task(lost, name="watches-nodes")]
@@ -233,6 +234,8 @@ class EngineActor:
 
 
 class Prefill(EngineActor):
+    """Actor of an engine whose connector is a KV producer."""
+
     role: RoleName = "prefill"
 
     async def _prepare(self, settings: ServiceSettings) -> None:
@@ -308,6 +311,7 @@ class Prefill(EngineActor):
             await server.accepts.wait()
 
     async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
+        """Return the `ProbeParams` of a probe on each rank whose engine id is not in `known`."""
         ranks = [
             rank
             for rank, producer in zip(self.engine.ranks, self._producers, strict=True)
@@ -372,6 +376,7 @@ class Decode(EngineActor):
         await move_streams(self.engine, rank, server, self._others)
 
     def _others(self) -> set[str]:
+        """Return the `likeness` of each other replica's engines that can continue streams."""
         engines = self._peers.engines().values()
         return {
             likeness(one.metadata)
@@ -380,6 +385,7 @@ class Decode(EngineActor):
         }
 
     async def fetch_probes(self, probes: Mapping[str, list[ProbeParams]]) -> None:
+        """Fetch the probes, by rank id, of a starting prefill replica."""
         ranks = enumerate(self.engines)
         await self._fetch_all([(rank, probe) for rank, name in ranks for probe in probes.get(name, ())])
 

@@ -23,6 +23,7 @@ counts as one of these.
 """
 
 LOOK_S = 0.2
+"""Interval in seconds between looks at the streams."""
 
 
 def likeness(described: Mapping[str, Any]) -> str:

@@ -29,6 +29,8 @@ FETCH_MARGIN_S = 10.0
 """Seconds that a probe may take beyond the handshake: prompt, transfer, recomputation."""
 
 CALL_MARGIN_S = 5.0
+"""Seconds that Serve may take to call a replica, beyond the method's own time."""
+
 WARM_UP_INTERVAL_S = 5.0
 
 

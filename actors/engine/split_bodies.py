@@ -57,7 +57,10 @@ ONE_TOKEN: Mapping[str, Body] = {
 
 
 def prefill_body(endpoint: str, body: Body, transfer_id: str) -> dict[str, Any]:
-    """Return the body for a prefill engine that only computes the prompt and keeps its KV."""
+    """Return the body for a prefill engine that only computes the prompt and keeps its KV.
+
+    It has the client's prompt, asks for one token and no stream, and has transfer parameters.
+    """
     fields = {field: value for field, value in body.items() if field not in OUTPUT_ONLY}
     fields |= {"stream": False, "temperature": 0.0, **ONE_TOKEN[endpoint]}
     if endpoint == "/v1/messages" and _names_tool(fields.get("tool_choice")):
@@ -70,6 +73,7 @@ def prefill_body(endpoint: str, body: Body, transfer_id: str) -> dict[str, Any]:
 
 
 def _names_tool(choice: Any) -> bool:
+    """Return whether an Anthropic `tool_choice`, plain or encoded, names a tool."""
     if isinstance(choice, msgspec.Raw):
         # `json` has parsed the body. `msgspec.Raw` also copies values that msgspec cannot decode,
         # such as invalid Unicode or 1e999.
@@ -88,7 +92,10 @@ def first_token_body(body: Body, transfer_id: str) -> dict[str, Any]:
 
 
 def decode_body(body: Body, transfer_id: str, producer: ProducerAddress, samples: bool = False) -> dict[str, Any]:
-    """Return the body for the decode engine: the client's body and the transfer parameters."""
+    """Return the body for the decode engine: the client's body and the transfer parameters.
+
+    ``samples``  whether the prefill engine samples the first token
+    """
     params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id, **vars(producer)}
     multiple = params.pop("first_token_multiple")
     if samples:

@@ -38,11 +38,17 @@ from actors.rpc.messages import PrefillCandidate, PrefillOrder, RpcFailure, RpcR
 from actors.rpc.protocol import GRANT_BYTES, item_bytes
 
 BODY_S = 0.01
+"""Longest wait in seconds for the body of an answer whose start has arrived."""
+
 BROKEN = frozenset({"full", "leaving", "rejected", "failed", "silent", "late"})
 """Outcomes after which the call delivers no KV, or not all of it."""
 
 ANSWER_S = 0.5
+"""Longest wait in seconds for prefill's answer after the end of decode's."""
+
 BACK_OFF_S = 0.05
+"""Initial pause in seconds after all candidates have refused a call. Doubles each time."""
+
 MOST_BACK_OFF_S = 1.0
 
 Serve = Callable[[Call, Notices, float], AsyncGenerator[Any, None]]
@@ -70,6 +76,7 @@ class PrefillCall:
     """
 
     def __init__(self, order: PrefillOrder, candidate: PrefillCandidate, notices: Notices, accepted_at: float) -> None:
+        """Create the call; decode's call was accepted at the monotonic time `accepted_at`."""
         self.candidate = candidate
         self.outcome: PrefillOutcome | None = None
         """Last outcome; None before the engine has accepted the call."""
@@ -100,6 +107,7 @@ class PrefillCall:
         self._stream = channel.call(request, self)
 
     def received(self, item: Item) -> None:
+        """Receive the next item of the prefill engine."""
         self._consume(item)
         if self.outcome == "computed":
             if self._order.samples and isinstance(item, bytes | StreamChunk):
@@ -191,6 +199,7 @@ class PrefillCall:
             self.close(self._done)
 
     def _check(self) -> None:
+        """End a silent or late call, or set the timer again."""
         order, now, silent_at = self._order, self._loop.time() + RESOLUTION_S, self._heard_at + self._order.silence_s
         if now >= self._late_at:
             self._report("late", message=f"the prefill engine did not answer within {order.timeout_s:g} s")
@@ -230,7 +239,9 @@ class SplitCall:
         self._relayed: list[TokenGroup] = []
         """Token groups of prefill's first token that were passed on."""
         self._is_answered = False
+        """Whether items of this engine's answer are passed on."""
         self._has_kv = False
+        """Whether this engine has the KV from the prefill engine."""
 
     async def items(self, accepted: Accepted) -> AsyncGenerator[Item, None]:
         """Yield `accepted`, reports on prefill, and this engine's answer from its ResponseStart on.
@@ -280,6 +291,7 @@ class SplitCall:
                 self._prefill.close(self._has_kv)
 
     def _begin(self, fields: dict[str, Any], notices: Notices) -> PrefillCall | None:
+        """Call the next candidate; without one, report that this engine computes the prompt."""
         order, call = self._order, self._call
         if not self._candidates:
             self._prefill = None
@@ -376,6 +388,7 @@ class SplitCall:
 
 
 def _prompt_tokens(answer: bytes | StreamChunk) -> int | None:
+    """Return the prompt's token count from the usage of an answer, or None."""
     try:
         body = json.loads(answer if isinstance(answer, bytes) else answer.body)
         usage = body["usage"]

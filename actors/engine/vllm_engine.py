@@ -96,6 +96,7 @@ class VllmEngine:
         self._app = app
         self._cannot_resume = cannot_resume
         self.can_resume = cannot_resume is None
+        """Whether the engine can continue the streams of other engines."""
         self._stop_flag = stop_flag
         self._stack = stack
         self.ranks = range(ranks)
@@ -143,8 +144,12 @@ class VllmEngine:
         if not settings.role(role).num_gpus:
             from actors.upstream.cpu_build import vllm_cpu_kernels
 
-            backend, cache_dtype = config.attention_config.backend, config.cache_config.cache_dtype
-            problem = vllm_cpu_kernels.engine_problem(config.model_config, backend, cache_dtype, config.parallel_config)
+            features = vllm_cpu_kernels.cpu_features()
+            problem = (
+                vllm_cpu_kernels.model_problem(config.model_config, config.attention_config.backend, features)
+                or vllm_cpu_kernels.cache_problem(config.cache_config.cache_dtype, features)
+                or vllm_cpu_kernels.experts_problem(config.model_config, config.parallel_config)
+            )
             if problem is None and config.lora_config is not None:
                 modules = settings.frontend.get("lora_modules") or ()
                 problem = vllm_cpu_kernels.adapter_problem(config.lora_config.max_loras, len(modules))
@@ -305,15 +310,22 @@ class VllmEngine:
         return found or {}
 
     async def discard(self, transfer_id: str, rank: int = 0) -> None:
+        """Tell the connector of `rank` to free the KV of this transfer, which happens later."""
         try:
-            await self._tell({"do_remote_decode": True, "transfer_id": transfer_id, "discard": True}, rank)
+            await self._llm.notify_kv_transfer_request_rejected(
+                f"discard-{uuid.uuid4().hex}",
+                {"do_remote_decode": True, "transfer_id": transfer_id, "discard": True},
+                data_parallel_rank=rank,
+            )
         except Exception as error:
             logger.warning("cannot discard transfer %s; its lease will expire: %r", transfer_id, error)
 
     def waiting(self, rank: int = 0) -> int:
+        """Return the number of requests that vLLM had not begun at the last step."""
         return self._llm.arrivals.waiting.get(rank, 0)
 
     def movable(self, rank: int = 0) -> dict[str, int]:
+        """Return the ids of the streams that may move, and how many tokens may follow in each."""
         return self._llm.movable(rank)
 
     async def move(self, request_id: str, rank: int = 0) -> None:
@@ -323,16 +335,18 @@ class VllmEngine:
             return
         served.moves_as = uuid.uuid4().hex
         params = {"move": request_id, "transfer_id": served.moves_as, "supervisor": self._supervisor}
-        await self._tell({"do_remote_decode": True, **params}, rank)
+        await self._llm.notify_kv_transfer_request_rejected(
+            f"move-{uuid.uuid4().hex}", {"do_remote_decode": True, **params}, data_parallel_rank=rank
+        )
 
     async def lose(self, engines: str) -> None:
+        """Report lost engines, by id prefix, to all ranks' connectors."""
         for rank in self.ranks:
-            await self._tell({"engines_lost": engines, "supervisor": self._supervisor}, rank)
-
-    async def _tell(self, params: dict[str, Any], rank: int) -> None:
-        """Give a rank's connector parameters of a request that vLLM rejects at once."""
-        name = f"tandem-{uuid.uuid4().hex}"
-        await self._llm.notify_kv_transfer_request_rejected(name, params, data_parallel_rank=rank)
+            await self._llm.notify_kv_transfer_request_rejected(
+                f"lose-{uuid.uuid4().hex}",
+                {"engines_lost": engines, "supervisor": self._supervisor},
+                data_parallel_rank=rank,
+            )
 
     def load(self) -> dict[str, float]:
         return self._load.read(self._llm) if self._load is not None else {}
@@ -405,7 +419,10 @@ def slots_of(max_num_seqs: int, kv_blocks: int) -> int:
 
 
 def _refusal(error: Exception) -> bytes | None:
-    """Return an error event if vLLM refused the request after its stream started, else None."""
+    """Return an error event if vLLM refused the request after its stream started, else None.
+
+    vLLM's Responses API raises an exception instead of sending one.
+    """
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
     # After the response has started, Starlette wraps the exception in a RuntimeError.

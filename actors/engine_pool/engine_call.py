@@ -90,6 +90,7 @@ class EngineCall:
 
     @property
     def times(self) -> CallTimes:
+        """Send time, answer time (now, if there is none yet) and the engine's timings, if any."""
         answered_at = time.monotonic() if self._answered_at is None else self._answered_at
         return CallTimes(self.sent_at, answered_at, self._timings)
 
@@ -208,6 +209,7 @@ class EngineCall:
         return start, items
 
     async def start(self, silence_s: float | None = None) -> ResponseStart:
+        """Return the response's status and headers; raises the errors of `open`."""
         item = await self.next(silence_s)
         if not isinstance(item, ResponseStart):
             raise UnavailableError(f"the {self._role} engine ended a request without a response; try again")

@@ -89,6 +89,7 @@ class Decision(NamedTuple):
         return self.route == "local"
 
     def explain(self) -> str:
+        """Return the decision as JSON without its lists of engines; rounded to microseconds."""
         fields: dict[str, object] = dict(zip(self._fields[:4], self[:4], strict=True))
         for name, estimate in (("chosen", self.chosen), ("other", self.other)):
             if estimate is not None:
@@ -179,6 +180,7 @@ class Options:
             self._prefill_s.append((one.queue_s + one.others * compute_s, compute_s))
 
     def pair(self, decode: int, prefill: int) -> Estimate:
+        """Return the estimate of the remote option on one pair."""
         one, local = self.prefill[prefill], self.local[decode]
         queue_s, compute_s = self._prefill_s[prefill]
         factor = self._levels.factor(local.decode, one.engine, self._now)
@@ -207,6 +209,7 @@ class Options:
 
 
 def score(settings: RoutingSettings, option: Estimate) -> float:
+    """Return the weighted cost of an option, in seconds of time to first token."""
     ttft_s = option.queue_s + option.compute_s + option.handover_s
     return ttft_s + settings.decode_weight * option.decoding_s + settings.interference_weight * option.interference_s
 
@@ -253,6 +256,7 @@ def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decisio
 
 
 def _rank_alone(settings: RoutingSettings, options: Options, affinities: list[float]) -> list[int]:
+    """Return the positions of the decode engines, best first."""
     if len(options.decode) == 1:
         return [0]
     costs: Sequence[float]
@@ -300,6 +304,7 @@ def _rank_pairs(
 
 
 def _differ(options: Options, identities: Mapping[str, str]) -> np.ndarray | None:
+    """Return which pairs have different identities; None if all are equal."""
     if not identities:  # the usual case
         return None
     # An engine without an entry has just stopped.

@@ -18,6 +18,8 @@ ASSUMED_WEIGHT = 0.1
 """Weight of the assumed cost, in measurements."""
 
 MEMORY = 50.0
+"""Number of measurements after which an older one has the weight 1/e."""
+
 TRUSTED = 3.0
 """Number of measurements from which new ones are clipped: to a factor OUTLIER of the estimate."""
 
@@ -27,7 +29,11 @@ FIT_EVERY_S = 0.1
 """Minimum interval between fits, as a fit takes much longer than recording a measurement."""
 
 FEW = 10.0
+"""Number of measurements up to which each one is fitted at once."""
+
 MOST_WAITING = 50
+"""Number of waiting measurements that are fitted before the interval ends."""
+
 LEAST_S = 1e-6
 
 Components = tuple[float, ...]  # of each part of a cost: assumed seconds, rates or quantities
@@ -45,6 +51,7 @@ class Level:
         self.state = 0.0, 0.0, 0.0
 
     def fade(self, now: float) -> float:
+        """Return the current weight of a measurement made at the last update."""
         return math.exp(-max(now - self.state[2], 0.0) / self._fades_s)
 
     def count(self, now: float) -> float:
@@ -85,6 +92,7 @@ class Levels:
         return 1.0 if level is None else level.factor(now)
 
     def factors(self, rows: Iterable[str], columns: Iterable[str], now: float) -> np.ndarray:
+        """Return the factors of all pairs, in shape (rows, columns)."""
         states = self._states.take([self._rows.get(name, 0) for name in rows], axis=1)
         mean, count, at = states.take([self._columns.get(name, 0) for name in columns], axis=2)
         present = count * np.exp(np.minimum(at - now, 0.0) / self._fades_s)
@@ -148,6 +156,7 @@ class Regression:
         return self._known[1]
 
     def predict(self, assumed: Components, now: float) -> float:
+        """Return the expected seconds of work with the assumed parts `assumed`."""
         # Not a product of matrices: equal work must have equal costs, to the last bit.
         return sum(map(mul, self.factors(now), assumed), 0.0)
 
@@ -249,6 +258,7 @@ class Costs:
         return tuple(map(mul, self._roles[cost].factors(now), self._assumed_rates(cost, now)))
 
     def parts(self, cost: str, quantities: Components, now: float) -> Components:
+        """Return the assumed seconds of each part of a cost."""
         rates = self._assumed_rates(cost, now)
         if cost == STEP:
             rates += (self.rates(LOCAL, now)[1] if quantities[2] else 0.0,)
@@ -264,6 +274,7 @@ class Costs:
     def observe(
         self, cost: str, decode: str | None, prefill: str | None, parts: Components, measured_s: float, now: float
     ) -> None:
+        """Learn from a measurement of a cost with the assumed parts `parts`."""
         role, level = self._roles[cost], (decode or PREFILL, prefill or cost)
         # The role learns the cost of an average engine; otherwise the factor would count twice.
         role.observe(parts, measured_s / self.levels.factor(*level, now), now)

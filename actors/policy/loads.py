@@ -49,12 +49,14 @@ class PromptQueue:
         return len(self._waiting)
 
     def add(self, key: int, parts: Components, seconds: float, now: float) -> None:
+        """Add work with the cost parts `parts`; expect it to take `seconds` once it is first."""
         if not self._waiting:
             self._begin_next(now)
         self._waiting[key] = _Work(parts, seconds)
         self._waiting_s += seconds
 
     def wait_s(self, now: float) -> float:
+        """Return the expected seconds until all queued work is done."""
         if not self._waiting:
             return 0.0
         age_s = max(now - self._busy_since, 0.0)
@@ -115,6 +117,7 @@ class EngineLoad:
         self._at = 0.0
 
     def stream_seconds(self, now: float) -> float:
+        """Return the running time of all streams so far, summed."""
         self._stream_seconds += len(self.streams) * max(now - self._at, 0.0)
         self._at = max(now, self._at)
         return self._stream_seconds

@@ -19,6 +19,8 @@ ENDS_KEPT = 8
 
 
 class Held(NamedTuple):
+    """The prefix of a passage in a cache."""
+
     data_bytes: int = 0
     answer_tokens: int = 0  # of an earlier answer that follows these bytes
 
@@ -27,6 +29,8 @@ NOTHING = Held()
 
 
 class _End(NamedTuple):
+    """The end of a prompt that was answered."""
+
     tail_bytes: int  # after the prompt's last whole piece
     digest: int  # of these bytes
     answer_tokens: int
@@ -44,6 +48,7 @@ class Prefixes:
         self._caches: dict[str, _Pieces] = {}
 
     def held(self, caches: Iterable[str], passage: Passage) -> list[Held]:
+        """Return the longest prefix of `passage` that each cache is assumed to have."""
         found, size = [], len(passage.data)
         # By number of cached whole pieces, which is equal for most caches: their prefix, and the
         # last piece or the seed.
@@ -67,6 +72,7 @@ class Prefixes:
         return found
 
     def add(self, cache: str, passage: Passage, most_pieces: int | None = None) -> tuple[int, ...]:
+        """Record that `cache` will have the pieces of `passage`; return the new ones."""
         pieces = self._caches.setdefault(cache, OrderedDict())
         known = [piece for piece in passage.pieces if piece in pieces]
         new = tuple(piece for piece in passage.pieces if piece not in pieces)
@@ -151,6 +157,7 @@ class Stores:
         self.prefixes.keep_only(set(self._seen))
 
     def add(self, engine: str, prompt: Prompt) -> None:
+        """Record that `engine` has the KV of `prompt`, which its store therefore receives."""
         if (store := self.by_engine.get(engine)) is not None:
             most_tokens = min(store.tokens, self._most_tokens)
             most_pieces = int(most_tokens * self._bytes_per_token / PIECE_BYTES)

@@ -37,11 +37,14 @@ class Passage:
 
     @property
     def tail(self) -> bytes:
+        """Bytes after the last whole piece."""
         return self.data[len(self.pieces) * PIECE_BYTES :]
 
 
 @dataclass(frozen=True)
 class Prompt:
+    """All prompts of one request."""
+
     passages: tuple[Passage, ...] = ()  # empty if the body has no readable prompt
     answers: int = 1
     most_answer_tokens: int | None = None  # the client's limit of each answer
@@ -76,6 +79,7 @@ def answers_each(body: Mapping[str, Any]) -> int:
 
 
 def passage(data: bytes, ids: bool, seed: int) -> Passage:
+    """Return a prompt with its pieces hashed."""
     pieces, before = [], seed
     for end in range(PIECE_BYTES, len(data) + 1, PIECE_BYTES):
         before = xxhash.xxh3_64_intdigest(data[end - PIECE_BYTES : end], before)

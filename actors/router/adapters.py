@@ -26,7 +26,11 @@ REVERT_S = 10.0
 """Timeout in seconds of an unload on one engine, which only changes the list of its adapters."""
 
 NAMES_AGE_S = 5.0
+"""Age in seconds of the known names of adapters at which a lookup reads them again."""
+
 MOST_KNOWN = 10_000
+"""Number of recorded adapters whose model is remembered."""
+
 Replies = Mapping[tuple[RoleName, str], Any]
 """Result by role and replica: None for success, an OpenAI error body, or an exception."""
 
@@ -59,6 +63,7 @@ class Adapters:
         self._models = {model.suffix: model for model in models}
         self._configured = {name: model for model in models for name in model.adapters}
         self._known: dict[str, tuple[ModelRouter, float]] = {}
+        """Model of each recorded adapter, and `time.monotonic` of the reading."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def model_of(self, name: str) -> ModelRouter | None:
@@ -124,6 +129,7 @@ class Adapters:
         )
 
     def _refuse_configured(self, name: str) -> None:
+        """Raise AdapterNameError for an adapter that each new engine loads at its start."""
         if name in self._configured:
             raise AdapterNameError(f"'{name}' is an adapter of the configuration; change `frontend.lora_modules`")
 
@@ -175,6 +181,7 @@ class Adapters:
 
 
 async def _tell(model: ModelRouter, method: str, *arguments: object) -> Replies:
+    """Call `method` of all engines; then raise UnavailableError if none is a decode engine."""
     replies = await model.tell_engines(method, CHANGE_S, *arguments)
     if not any(role == "decode" for role, _ in replies):
         raise UnavailableError("no decode engine of this model runs; retry later")

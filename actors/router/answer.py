@@ -28,11 +28,14 @@ from configs.settings.base import RoleName
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
+"""Interval in seconds between checks of a stream's time limits."""
+
 USAGE = b'"usage":'
 COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
 """Matches no text of a JSON string, where quotes are escaped."""
 
 MOST_BYTES = 2**16
+"""Size in bytes of joined events that are written at once."""
 
 
 class ClientWriter(Protocol):
@@ -54,6 +57,7 @@ class Answer:
 
     def __init__(self, dispatcher: Dispatcher, attempt: Attempt) -> None:
         self.sent_bytes = 0
+        """Number of bytes that `relay` has sent."""
         self.usage = b""
         """Last events with a field `usage` that `relay` has sent, for the access log."""
         self._dispatcher = dispatcher
@@ -64,9 +68,11 @@ class Answer:
         self._resumable = why_not_resumable(request.endpoint, request.body) is None
         self._splice = Splice(self._resumable, dispatcher.model.metrics)
         self._items: deque[StreamChunk | bytes] = deque(attempt.items)
+        """Items of the attempt that were read and not passed on."""
         self._whole_tokens = 0
         """Output tokens in the usage of an answer that is not streamed; 0: unknown."""
         self._complete = False
+        """Whether the attempt has sent the whole answer."""
         self._writer: ClientWriter
         self._over: asyncio.Future[None]
         """Done when the running call has nothing more to pass on."""
@@ -74,6 +80,7 @@ class Answer:
         """Last events of the answer, which are not written: one write sends them and the end."""
         self._timer: asyncio.TimerHandle
         self._progressed = False
+        """Whether an item has come since the last check."""
         self._heard_at = self._ends_at = 0.0
         self._paused_at: float | None = None
 
@@ -129,6 +136,7 @@ class Answer:
 
     @property
     def accounted(self) -> bool:
+        """True once the prefill engine's timings have arrived or can no longer arrive."""
         return self._first.accounted.is_set()
 
     async def account(self, at_most_s: float) -> None:
@@ -194,6 +202,7 @@ class Answer:
             await self._resume(error)
 
     async def _pass_on(self) -> None:
+        """Pass on the items of the running call until it or the answer ends."""
         loop, writer, call = asyncio.get_running_loop(), self._writer, self._attempt.call
         self._over = loop.create_future()
         self._heard_at, self._paused_at, self._progressed = loop.time(), None, False
@@ -272,6 +281,7 @@ class Answer:
             self._over.set_exception(error)
 
     def close(self) -> None:
+        """Cancel the running calls of the request, except one that has sent the whole answer."""
         self._attempt.close(self._splice.tokens or self._whole_tokens, self._complete)
 
     async def _resume(self, error: UnavailableError) -> None:
@@ -327,7 +337,10 @@ class Answer:
 
 
 def _check_resumable(request: ClientRequest, splice: Splice) -> str:
-    """Return the identity of the engines that can continue the stream of a failed engine."""
+    """Return the identity of the engines that can continue the stream of a failed engine.
+
+    Raises CannotResumeError if none can.
+    """
     problem = None
     if reason := why_not_resumable(request.endpoint, request.body):
         problem = f", and a stream with {reason} cannot be continued on another engine"

@@ -30,6 +30,7 @@ LATE_S = 1.0
 """
 
 COUNTED_AS = {"computed": "done", "full": "refused", "leaving": "refused", "silent": "failed"}
+"""Outcomes of `tandem_prefill_legs`, where they differ from those of reports."""
 
 
 class Attempt:
@@ -49,21 +50,26 @@ class Attempt:
         self.decision = decision
         self.began_at = self.slots_at = time.monotonic()
         self._repeated = 0
+        """Monotonic times at which the attempt began and at which it had its slots."""
         self.prompt_tokens: int | None = None
         """Number of tokens of the prompt, if the prefill engine reports it; else None."""
         self.sampled_by: RoleName = "decode"
         """Role of the engine whose first token the client receives."""
         self.failed_prefill: set[str] = set()
+        """Prefill replicas that have failed or rejected the prompt."""
         self.accounted = asyncio.Event()
         """Set once prefill's timings have arrived or can no longer arrive."""
         self.is_open = False
+        """Whether an answer has started."""
         self._model = model
         self._planner = model.planner
         self._prompt = prompt
         self._slot: tuple[EnginePool, Slot] | None = None
+        """Slot of the call, with its pool."""
         self._prefill_slot: Slot | None = None
         """Slot on the engine that decode calls; None after the handover."""
         self._report: PrefillReport | None = None
+        """Last report about a prefill engine."""
         self._computed: PrefillReport | None = None
         self._tried_s = 0.0
         """Time from decode's acceptance to the beginning of its last try, without the first one."""
@@ -83,6 +89,7 @@ class Attempt:
 
     @property
     def local_reason(self) -> str | None:
+        """Reason of the routing decision if decode serves the request alone, else None."""
         return self.decision.reason if self.decision.local else None
 
     @property
@@ -96,19 +103,23 @@ class Attempt:
         return not self._delivered and self._report is not None and self._report.outcome == "computed"
 
     def take(self, pool: EnginePool, slot: Slot) -> Slot:
+        """Own the slot of the call; `close` gives it back."""
         self._slot = (pool, slot)
         return slot
 
     def take_prefill(self, slot: Slot) -> Slot:
+        """Own the slot of the prefill engine that decode will call."""
         self._prefill_slot = slot
         return slot
 
     def serve_locally(self, reason: str) -> None:
+        """Replace the decision: decode serves the request alone."""
         self._give_back_prefill()
         self.decision = self.decision._replace(route="local", reason=reason, prefill=(), chosen=None, other=None)
         self._model.metrics.decisions.labels("local", reason).inc()
 
     def send(self, call: Call, order: PrefillOrder | None = None) -> None:
+        """Send the call on its slot."""
         assert self._slot is not None, "call `take` first"
         pool, slot = self._slot
         self.slots_at = time.monotonic()
@@ -118,7 +129,10 @@ class Attempt:
         self.call = pool.dispatch(slot, call, self, order)
 
     def tell_planner(self, decode: str, prefill: str | None) -> None:
-        """Report the engines to the planner, in place of those reported before."""
+        """Report the engines to the planner, in place of those reported before.
+
+        ``prefill``  prefill replica; None if decode serves the attempt alone
+        """
         self.pair = Pair(prefill, decode)
         if self._inflight is not None:
             if (self._inflight.decode, self._inflight.prefill) == (decode, prefill):
@@ -127,6 +141,7 @@ class Attempt:
         self._inflight = self._planner.begin(self._prompt, decode, prefill, _now())
 
     def reported(self, report: PrefillReport) -> None:
+        """Apply a report of the decode engine: to slots, policy, metrics and timestamps."""
         before, self._report = self._report, report
         if report.outcome == "alone":
             self._tried_s = report.tried_s

@@ -43,9 +43,11 @@ class ClientRequest:
 
     @cached_property
     def prompt(self) -> Prompt:
+        """Prompts of the request, in which the routing policy finds cached prefixes."""
         return read_prompt(self.body)
 
     async def prepare(self) -> None:
+        """Compute `prompt` in a thread if the body is large."""
         if len(self.raw) > OFF_LOOP_BYTES:
             # Not through the property: before Python 3.12 a cached_property holds one lock for all
             # instances while it computes (https://github.com/python/cpython/issues/87634).
@@ -88,9 +90,12 @@ class ClientRequest:
 
 
 TOKENS_ONLY: frozenset[Endpoint] = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+"""Endpoints that only tokenize, detokenize or count tokens."""
+
 SPLIT_ENDPOINTS: frozenset[Endpoint] = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
 )
+"""Endpoints whose requests a prefill and a decode engine can serve together."""
 
 
 def why_local(endpoint: Endpoint, body: Body) -> str | None:

@@ -62,6 +62,7 @@ class ModelRouter:
         metrics: RouterMetrics,
         recent: deque[RecentRequest],
     ) -> None:
+        """Create the router; `limits` returns the current limits of the service."""
         self.names = engines.names
         self.allows_adapters = engines.allows_adapters
         self.adapters = engines.adapters
@@ -80,6 +81,7 @@ class ModelRouter:
 
     @property
     def limits(self) -> RouterLimits:
+        """Deadlines and limits for later requests."""
         return self._limits()
 
     def decide(
@@ -89,7 +91,12 @@ class ModelRouter:
         failed_prefill: AbstractSet[str],
         failed_decode: AbstractSet[str],
     ) -> Decision:
-        """Decide route and replicas of `request`, and count the decision."""
+        """Decide route and replicas of `request`, and count the decision.
+
+        ``whole``           reason why decode must serve the whole request, or None
+        ``failed_prefill``  prefill replicas that must not be chosen
+        ``failed_decode``   decode replicas that must not be chosen
+        """
         identities = self.prefill.identities() | self.decode.identities()
         differ = len(set(identities.values())) > 1
         # Prefer an identity with free prefill slots; if none with decode is free, exclude none.
@@ -115,7 +122,10 @@ class ModelRouter:
         return decision
 
     def failed(self, replica: str, silent: bool = False) -> None:
-        """``silent``: whether the replica sent nothing for `silence_timeout_s`."""
+        """Report that a call to `replica` failed.
+
+        ``silent``  whether the replica sent nothing for `silence_timeout_s`
+        """
         self.planner.failed(replica, _now(), silent)
 
     @asynccontextmanager
@@ -172,10 +182,12 @@ class ModelRouter:
 
     @property
     def slots(self) -> int:
+        """Number of slots of the decode engines."""
         return self.decode.slots
 
     @property
     def slots_taken(self) -> dict[RoleName, int]:
+        """Number of slots that this router holds on engines, by role."""
         return {role: engines.slots_taken for role, engines in self.pools.items()}
 
     def replicas(self) -> dict[RoleName, int]:
@@ -184,6 +196,7 @@ class ModelRouter:
 
     @property
     def ready(self) -> bool:
+        """True if a decode replica accepts calls; decode can serve requests without prefill."""
         return self.replicas()["decode"] > 0
 
     @property
@@ -218,6 +231,7 @@ class ModelRouter:
             engines.leave()
 
     async def close(self) -> None:
+        """Close the connections to the engines."""
         await asyncio.gather(*(engines.close() for engines in self.pools.values()))
 
 
@@ -249,7 +263,10 @@ async def take_slot(
 
 @asynccontextmanager
 async def _while_running(engines: EnginePool, wanted: SlotRequest, period_s: float) -> AsyncGenerator[None, None]:
-    """Raise TimeoutError in the block once no replica runs that may be taken."""
+    """Raise TimeoutError in the block once no replica runs that may be taken.
+
+    Checks every `period_s` seconds.
+    """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as bound:

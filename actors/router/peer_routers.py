@@ -17,14 +17,23 @@ from actors.router.single_flight import SingleFlight
 from actors.telemetry.router_metrics import newest_of
 
 STATUS_AGE_S = 1.0
-"""Time in seconds for which a router reuses a status: open status pages must not load engines."""
+"""Time in seconds for which a router reuses a status after it has collected the parts.
+
+Limits the load on engines if many status pages are open.
+"""
 
 RECENT_SHOWN = 60
+"""Maximum number of recent requests in a status."""
+
 RouterMetricsText = tuple[str, str]
+"""Replica id and Prometheus exposition of one router replica."""
 
 
 class RouterReplica(Router):
-    """A router that queries its peers."""
+    """A router that queries its peers.
+
+    Peers call `own_metrics` and `own_status` through the deployment's handle.
+    """
 
     _peers: DeploymentHandle | None = None
     _status: SingleFlight[dict[str, Any]] | None = None
@@ -39,11 +48,13 @@ class RouterReplica(Router):
         self._peers = serve.get_deployment_handle(replica.deployment, replica.app_name).options()
 
     async def own_metrics(self) -> RouterMetricsText:
+        """Return this replica's id and Prometheus exposition."""
         # Without names, the only model uses the router's metrics.
         own = [self.metrics, *(model.metrics for model in self.models if model.names)]
         return own_replica_id(), "".join(metrics.exposition() for metrics in own)
 
     async def own_status(self) -> dict[str, Any]:
+        """Return this replica's part of the status."""
         return {
             "replica": own_replica_id(),
             "ongoing": self.ongoing_sequences,
@@ -56,6 +67,7 @@ class RouterReplica(Router):
         }
 
     def _counts(self) -> dict[str, int]:
+        """Return this replica's `RouterMetrics.counts`, summed over all models."""
         counts = Counter(self.metrics.counts())
         for model in self.models:
             if model.names:
@@ -63,13 +75,19 @@ class RouterReplica(Router):
         return dict(counts)
 
     async def router_metrics(self) -> list[RouterMetricsText]:
-        """Return (replica id, exposition) of this replica and of its peers, sorted."""
+        """Return (replica id, exposition) of this replica and of its peers, sorted.
+
+        Omits peers that do not answer within `metrics_timeout_s`.
+        """
         own = await self.own_metrics()
         others = dict(await self._ask_peers("own_metrics")) | dict([own])
         return sorted(others.items())
 
     async def status(self) -> dict[str, Any]:
-        """Return the status of the whole service, collected at most STATUS_AGE_S seconds ago."""
+        """Return the status of the whole service, collected at most STATUS_AGE_S seconds ago.
+
+        Omits engines and routers that do not answer within `metrics_timeout_s`.
+        """
         if self._status is None:
             self._status = SingleFlight(self._ask_for_status, STATUS_AGE_S)
         return await self._status()
@@ -103,6 +121,7 @@ def in_replica() -> bool:
 
 
 def own_replica_id() -> str:
+    """Return the id of the Serve replica in this process."""
     return serve.get_replica_context().replica_id.unique_id
 
 

@@ -67,6 +67,7 @@ def parent_id(request: ClientRequest) -> str:
 
 
 def merged_body(bodies: Sequence[bytes], answer_id: str) -> bytes:
+    """Return one response body with the choices of all `bodies`."""
     parts = [json.loads(body) for body in bodies]
     choices = [choice for part in parts for choice in part["choices"]]
     for index, choice in enumerate(choices):
@@ -107,19 +108,23 @@ class ListAnswer:
         """Refused answer, else that of the first prompt: the list reports its times and pair."""
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the lead answer, such as its times or its pair of replicas."""
         return getattr(self._lead, name)
 
     @property
     def route(self) -> str:
+        """Route of the request: `local` if decode alone served all prompts."""
         return "remote" if self.local_reason is None else "local"
 
     @property
     def local_reason(self) -> str | None:
+        """Routing reason of the first prompt; None if `route` is `remote`."""
         reasons = [answer.local_reason for _, (answer, _) in sorted(self._answers.items())]
         return None if None in reasons else reasons[0]
 
     @property
     def prompt_tokens(self) -> int | None:
+        """Number of tokens of all prompts; None if a prompt's number is unknown."""
         known = [answer.prompt_tokens for answer, _ in self._answers.values()]
         return None if None in known else sum(count or 0 for count in known)
 
@@ -141,15 +146,18 @@ class ListAnswer:
         self.start = ResponseStart(self._lead.start.status, self._headers())
 
     async def begin(self) -> bytes:
+        """Return the complete body."""
         return self._body
 
     def close(self) -> None:
         """Do nothing: all answers are closed."""
 
     async def relay(self, writer: ClientWriter) -> bytes:
+        """Return the rest of a stream: there is none."""
         return b""
 
     def _headers(self) -> Headers:
+        """Return the headers of the lead answer with the list's request id and length."""
         own = {REQUEST_ID: self._parent_id.encode(), b"content-length": str(len(self._body)).encode()}
         return tuple((name, own.get(name, value)) for name, value in self._lead.start.headers)
 
@@ -168,7 +176,11 @@ AnyAnswer = Answer | ListAnswer
 
 
 async def open_answer(model: ModelRouter, request: ClientRequest) -> AnyAnswer:
-    """Serve `request`; return its answer, which has started. Always `close` it."""
+    """Serve `request`; return its answer, which has started. Always `close` it.
+
+    Each prompt of a list is served as a request of its own if `split` allows it. Raises the errors
+    of `Dispatcher.open`.
+    """
     prompts = split(request, model.limits.max_body_bytes)
     if not prompts:
         return await Answer.open(model, request)

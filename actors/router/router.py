@@ -26,7 +26,10 @@ from connectors.errors import TandemError
 logger = logging.getLogger(__name__)
 
 SEQUENCES_PER_SLOT = 4
-"""Default number of sequences that a router admits for each slot of the decode engines."""
+"""Default number of sequences that a router admits for each slot of the decode engines.
+
+It admits at least MIN_ONGOING_SEQUENCES.
+"""
 
 
 FIRST_PREFILL_S = 60.0
@@ -41,7 +44,10 @@ class Router:
     """Router of requests to the engines of one model or of several."""
 
     def __init__(self, limits: RouterLimits, *engines: ModelEngines, records: AdapterRecords | None = None) -> None:
-        """Create a router for the models in `engines`; if there are several, each needs a name."""
+        """Create a router for the models in `engines`; if there are several, each needs a name.
+
+        ``records``  adapters that clients have loaded; None if they may not load any
+        """
         self.limits = self._built_limits = limits
         self.rejected_config: str | None = None
         """Error of the last `user_config`; None if it was applied or if there was none."""
@@ -51,6 +57,7 @@ class Router:
         Without the setting `models`: metrics of all requests.
         """
         self.recent: deque[RecentRequest] = deque(maxlen=KEPT)
+        """Requests whose answers have started, oldest first."""
         self.models = [
             ModelRouter(
                 one, lambda: self.limits, RouterMetrics(one.names[0]) if one.names else self.metrics, self.recent
@@ -86,14 +93,17 @@ class Router:
 
     @property
     def ongoing(self) -> int:
+        """Number of ongoing requests that the router has admitted."""
         return self._ongoing
 
     @property
     def ongoing_sequences(self) -> int:
+        """Number of sequences of ongoing requests; a request counts as 1 until its body arrives."""
         return self._sequences
 
     @property
     def max_sequences(self) -> int:
+        """Number of ongoing sequences at which the router admits no further request."""
         if self.limits.max_ongoing_sequences is not None:
             return self.limits.max_ongoing_sequences
         return max(SEQUENCES_PER_SLOT * sum(model.slots for model in self.models), MIN_ONGOING_SEQUENCES)
@@ -125,6 +135,7 @@ class Router:
             self._sequences -= counted
 
     def max_requests_of_key(self, keys: int) -> int | None:
+        """Return the limit of ongoing requests of each of `keys` API keys; None: no limit."""
         if self.limits.max_ongoing_requests_per_key is not None:
             return self.limits.max_ongoing_requests_per_key
         return None if keys == 1 else max(self.max_sequences // 2, 1)
@@ -160,13 +171,16 @@ class Router:
 
     @property
     def slots_taken(self) -> dict[RoleName, int]:
+        """Number of slots that this router holds on engines, by role."""
         return _sums([model.slots_taken for model in self.models])
 
     def leave(self) -> None:
+        """Keep the engines running until this stopping router closes its connections."""
         for model in self.models:
             model.leave()
 
     async def close(self) -> None:
+        """Close the connections to the engines."""
         await asyncio.gather(*(model.close() for model in self.models))
 
     @asynccontextmanager
@@ -198,7 +212,10 @@ class Router:
         raise failed
 
     def replicas(self) -> dict[RoleName, int]:
-        """Return the number of replicas of each role that accept calls, from Serve's list."""
+        """Return the number of replicas of each role that accept calls, over all models.
+
+        Reads Serve's replica list and calls no replica; Serve's controller checks their health.
+        """
         return _sums([model.replicas() for model in self.models])
 
     @property
@@ -228,6 +245,7 @@ class Router:
 
     @property
     def complete(self) -> bool:
+        """True if a pair of engines accepts calls, for each model."""
         return self.degraded is None
 
     @property
@@ -238,13 +256,18 @@ class Router:
         return "; ".join(named) or None
 
     async def drain(self, engine: str, on: bool | None) -> dict[str, Any]:
+        """Drain an engine, undo that or return its state, as `drain_engine` does."""
         return await drain_engine(self.models, engine, on, self.limits.metrics_timeout_s)
 
     async def engine_metrics(self) -> list[tuple[RoleName, str, str]]:
-        """Return (role, replica id, exposition) of each replica that replies in time."""
+        """Return (role, replica id, exposition) of each replica that replies in time.
+
+        The timeout is `metrics_timeout_s`.
+        """
         return [(role, *reply) for role, reply in await self._ask_engines("metrics")]
 
     async def engine_status(self) -> list[dict[str, Any]]:
+        """Return the status of each engine replica that replies in `metrics_timeout_s`."""
         return [status for _, status in await self._ask_engines("status")]
 
     async def _ask_engines(self, method: str) -> list[tuple[RoleName, Any]]:

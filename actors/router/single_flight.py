@@ -21,6 +21,7 @@ class SingleFlight(Generic[Answer]):
         self._made: tuple[float, Answer] | None = None
 
     async def __call__(self) -> Answer:
+        """Return the result. Passes on the call's exceptions; does not cache them."""
         async with self._lock:
             if self._made is None or time.monotonic() - self._made[0] > self._age_s:
                 answer = await self._make()

@@ -40,6 +40,7 @@ CREATED = re.compile(rb'"created":\d+')
 
 
 Streamed = StreamChunk | ResponseStart | Moved | bytes
+"""Item of a call after the start of its answer."""
 
 
 class Splice:
@@ -54,6 +55,7 @@ class Splice:
         self.done = False
         """True once `feed` has returned the last event; it returns no event after that."""
         self.source: TokenSource | None = None
+        """Identity of what computed the recorded tokens; None if unknown."""
         self.handed_over: TokenGroup | None = None
         """Prefill's first token, until decode has repeated it."""
         self.awaits_decode = False
@@ -81,9 +83,11 @@ class Splice:
 
     @property
     def tokens(self) -> int:
+        """Number of recorded tokens."""
         return len(self._tokens)
 
     def replay_log(self) -> ReplayLog:
+        """Return the recorded token groups, which another engine must repeat."""
         tokens = iter(self._tokens)
         return tuple(tuple(islice(tokens, size)) for size in self._sizes)
 
@@ -138,6 +142,7 @@ class Splice:
         return self.done and self.awaits_decode
 
     def _take_over(self, start: ResponseStart) -> None:
+        """Begin with decode's stream after prefill's first token, which decode repeats."""
         if not start.streams:
             answered = f"decode answered HTTP {start.status} after prefill's first token"
             if start.status == HTTPStatus.TOO_MANY_REQUESTS or start.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -222,6 +227,7 @@ class Splice:
         return event + END
 
     def _dated(self, event: bytes) -> bytes:
+        """Give an event of a later engine the first engine's `created`."""
         if self._created is None:
             found = CREATED.search(event)
             self._created = found[0] if found else b""

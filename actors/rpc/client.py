@@ -16,7 +16,10 @@ from actors.rpc.protocol import CallerProtocol
 from actors.tls import ReloadedTls
 
 CONNECT_S = 5.0
+"""Timeout of a TCP connect with its TLS handshake, in seconds; it normally takes milliseconds."""
+
 IDLE_CONNECTION_S = 60.0
+"""Time in seconds after which the router closes a connection without calls or methods."""
 
 
 class Listener(Protocol):
@@ -59,7 +62,10 @@ class Channel(asyncio.Protocol):
     def __init__(
         self, address: RpcAddress, closed: Callable[["Channel"], None], tls: ssl.SSLContext | None = None
     ) -> None:
-        """Start to connect; call `closed` when the connection ends or cannot be opened."""
+        """Start to connect; call `closed` when the connection ends or cannot be opened.
+
+        ``tls``  context of the connection; None: no TLS
+        """
         self.address = address
         self._tls = tls
         self._closed = closed
@@ -73,7 +79,10 @@ class Channel(asyncio.Protocol):
 
     @property
     def streams(self) -> int:
-        """Number of calls and methods without an end from the engine."""
+        """Number of calls and methods without an end from the engine.
+
+        Includes those that the router cancelled after sending them.
+        """
         return self._protocol.streams
 
     def call(self, request: RpcRequest, listener: Listener) -> int:
@@ -162,6 +171,7 @@ class Channel(asyncio.Protocol):
         self._flush()
 
     def _flush(self) -> None:
+        """Schedule `_write`, so that one frame has the messages of a turn of the event loop."""
         if self._flushing is None and self._transport is not None:
             self._flushing = asyncio.get_running_loop().call_soon(self._write)
 

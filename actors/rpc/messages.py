@@ -15,7 +15,10 @@ from actors.request import Call, Item, ProducerAddress
 from actors.rpc.address import RpcAddress
 
 LENGTH = struct.Struct(">I")
+"""Header of a frame: number of bytes that follow."""
+
 KEEP = "keep"
+"""Method of an engine with which a stopping router keeps it until the connection closes."""
 
 
 class PrefillCandidate(msgspec.Struct, frozen=True, array_like=True):
@@ -145,7 +148,10 @@ class CancelStream(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Credit for consumed items of `size` bytes (`item_bytes`); may follow the stream's end."""
+    """Credit for consumed items of `size` bytes (`item_bytes`).
+
+    May arrive after the stream has ended.
+    """
 
     stream: int
     size: int
@@ -183,12 +189,16 @@ class RpcProtocolError(ValueError):
 
 
 def encode(messages: Iterable[Message]) -> bytes:
+    """Return one frame with these messages."""
     payload = _ENCODER.encode(list(messages))
     return LENGTH.pack(len(payload)) + payload
 
 
 class FrameReader:
-    """Decoder of frames of at most ``most_bytes`` bytes without header; None: no limit."""
+    """Decoder of frames from a stream of bytes.
+
+    ``most_bytes``  maximum size of one frame in bytes, without its header; None: no limit
+    """
 
     def __init__(self, most_bytes: int | None = None) -> None:
         self.most_bytes = most_bytes

@@ -43,10 +43,14 @@ NEWEST_VERSION = 2
 OLDEST_VERSION = 1
 
 WINDOW_BYTES = 2**18
+"""Credit of a new stream, in bytes, and the largest credit of a stream."""
+
 PIECE_BYTES = 2**16
 """Size limit of the body of one item, in bytes; the engine splits larger ones."""
 
 ITEM_BYTES = 64
+"""Credit in bytes that an item consumes in addition to the size of its body."""
+
 GRANT_BYTES = WINDOW_BYTES // 4
 """Number of consumed bytes at which the router sends a Credit; a short stream needs none."""
 
@@ -61,8 +65,11 @@ class StreamState(StrEnum):
     """State of one stream; both sides use the same states."""
 
     NEW = "new"
+    """The stream is not open yet."""
     OPEN = "open"
+    """A call runs."""
     ASKED = "asked"
+    """A method of the engine runs."""
     CANCELLED = "cancelled"
     ENDED = "ended"
 
@@ -99,11 +106,17 @@ def common_version(offered: int, newest: int = NEWEST_VERSION, oldest: int = OLD
 
     `offered` is the router's newest version. The router also checks the engine's choice with this
     function, because the engine may choose a version that the router no longer supports.
+
+    >>> common_version(3, newest=2, oldest=1), common_version(1, newest=2, oldest=1)
+    (2, 1)
+    >>> common_version(0, newest=2, oldest=1) is None
+    True
     """
     return min(offered, newest) if offered >= oldest else None
 
 
 def item_bytes(item: Item) -> int:
+    """Return the credit that `item` consumes, in bytes."""
     if isinstance(item, StreamChunk):
         return ITEM_BYTES + len(item.body)
     return ITEM_BYTES + len(item) if isinstance(item, bytes) else ITEM_BYTES
@@ -130,6 +143,7 @@ class _Endpoint:
 
     def __init__(self, table: Table, most_bytes: int | None) -> None:
         self.version: int | None = None
+        """Protocol version of the connection; None before the RpcWelcome."""
         self._table = table
         self._frames = FrameReader(most_bytes)
         self._states: dict[int, StreamState] = {}
@@ -138,10 +152,12 @@ class _Endpoint:
 
     @property
     def streams(self) -> int:
+        """Number of streams that have not ended."""
         return len(self._states)
 
     @property
     def has_messages(self) -> bool:
+        """True if messages are queued."""
         return bool(self._outgoing)
 
     def take(self) -> bytes:
@@ -152,7 +168,10 @@ class _Endpoint:
         return encode(messages)
 
     def _advance(self, message: Message, stream: int) -> bool:
-        """Move a stream to its next state; return whether `receive` yields `message`."""
+        """Move a stream to its next state; return whether `receive` yields `message`.
+
+        Raises RpcProtocolError for a message that the stream's state does not allow.
+        """
         state = self._states.get(stream)
         if state is None:
             state = StreamState.ENDED if 0 < stream <= self._last else StreamState.NEW
@@ -206,7 +225,11 @@ class EngineProtocol(_Endpoint):
                 raise RpcProtocolError(f"unexpected {type(message).__name__}")
 
     def send(self, stream: int, item: Item, size: int) -> bool:
-        """Queue an item; return False, without queueing it, if the stream has too little credit."""
+        """Queue an item; return False, without queueing it, if the stream has too little credit.
+
+        ``item``  an item from `pieces`
+        ``size``  credit that the item consumes, from `item_bytes`
+        """
         credit = self._credit[stream] - size
         if credit < 0:
             return False
@@ -215,15 +238,18 @@ class EngineProtocol(_Endpoint):
         return True
 
     def reply(self, stream: int, value: object) -> None:
+        """Queue the result of a method and end the stream."""
         self._outgoing.append(Reply(stream, value))
         self._move(stream, StreamState.ENDED)
 
     def end(self, stream: int, failure: RpcFailure | None = None) -> None:
+        """End a stream and queue its EndStream."""
         self._outgoing.append(EndStream(stream, failure))
         self._credit.pop(stream, None)
         self._move(stream, StreamState.ENDED)
 
     def refuse(self, reason: str) -> None:
+        """Queue an RpcRefused with the reason for closing the connection."""
         self._outgoing.append(RpcRefused(reason))
 
     def _greet(self, hello: RpcHello) -> None:
@@ -254,12 +280,14 @@ class CallerProtocol(_Endpoint):
         """Bytes received on each open stream for which the router has not yet sent Credit."""
 
     def open(self, request: RpcRequest) -> int:
+        """Queue a call; return its stream number."""
         stream = self._begin(StreamState.OPEN)
         self._unread[stream] = 0
         self._outgoing.append(Open(stream, request))
         return stream
 
     def ask(self, method: str, arguments: tuple[object, ...]) -> int:
+        """Queue a call of one of the engine's methods; return its stream number."""
         stream = self._begin(StreamState.ASKED)
         self._outgoing.append(Ask(stream, method, arguments))
         return stream
@@ -283,7 +311,10 @@ class CallerProtocol(_Endpoint):
             self._outgoing.append(CancelStream(stream, done))
 
     def grant(self, stream: int, size: int) -> None:
-        """Queue Credit for `size` consumed bytes; ignore cancelled and ended streams."""
+        """Queue Credit for `size` consumed bytes; ignore cancelled and ended streams.
+
+        The caller waits until GRANT_BYTES are consumed, to send few messages.
+        """
         if stream in self._unread:
             self._unread[stream] -= size
             self._outgoing.append(Credit(stream, size))
@@ -315,7 +346,10 @@ class CallerProtocol(_Endpoint):
                 raise RpcProtocolError(f"unexpected {type(message).__name__}")
 
     def take(self) -> bytes:
-        """Return the RpcHello at the first call, then nothing until the RpcWelcome has arrived."""
+        """Return the RpcHello at the first call, then nothing until the RpcWelcome has arrived.
+
+        After it, remove the queued messages and return them as one frame.
+        """
         if self._hello is not None:
             hello, self._hello = self._hello, None
             return encode([hello])

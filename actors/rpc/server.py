@@ -27,6 +27,8 @@ from actors.rpc.server_connection import ServedStream, ServerConnection
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
+"""Timeout of a TLS handshake in seconds."""
+
 SLOT_WAIT_S = 0.1
 """Time in seconds for which a call waits for a slot before the engine refuses it.
 
@@ -40,6 +42,8 @@ Routers then have the same time to read the EndStreams.
 """
 
 REMEMBERED_S = 10.0
+"""Maximum age in seconds of a queue length reported by a router."""
+
 KEPT_WITHIN_S = 2.0
 """Minimum time in seconds for which a stopping engine accepts calls.
 
@@ -47,10 +51,14 @@ If Serve stops the routers at the same time, each of them sends KEEP within this
 """
 
 MOST_ROUTERS = 64
+"""Maximum number of routers with a stored queue length."""
 
 
 class RpcServer:
-    """RPC server of one engine."""
+    """RPC server of one engine.
+
+    Call `open` after the engine's start and `close` before the engine's end.
+    """
 
     def __init__(
         self,
@@ -73,6 +81,7 @@ class RpcServer:
         self.refuses = asyncio.Event()
         """Set while the server refuses new calls: it stops, or an operator drains the engine."""
         self.accepts = asyncio.Event()
+        """Set while the server accepts new calls."""
         self.accepts.set()
         self._stops = False
         self._queued: dict[str, tuple[int, float]] = {}
@@ -157,7 +166,11 @@ class RpcServer:
                 self._unkept.set()
 
     async def _run_method(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Return the encoded result of one of `methods`."""
+        """Return the encoded result of one of `methods`.
+
+        Raises the method's errors, and ValueError for an unknown method or a result of a type
+        that msgpack cannot encode.
+        """
         if method not in self._methods:
             raise ValueError(f"this engine has no method {method!r} for routers")
         result = await self._methods[method](*arguments)
@@ -181,6 +194,7 @@ class RpcServer:
                 self._idle.set()
 
     def _record_queue(self, request: RpcRequest, now: float) -> None:
+        """Store the queue length that a router reports with `request`."""
         self._queued.pop(request.router, None)
         self._queued[request.router] = (request.queued, now)
         if len(self._queued) > MOST_ROUTERS:
@@ -224,5 +238,10 @@ class RpcServer:
 
 
 def replica_metadata(address: RpcAddress, queue: int, **more: Any) -> dict[str, Any]:
-    """Return the metadata of a replica, or of one of its data-parallel ranks, for routers."""
+    """Return the metadata of a replica, or of one of its data-parallel ranks, for routers.
+
+    ``address``  address of its RPC server
+    ``queue``    number of requests that may wait in one router for engines of the role
+    ``more``     further entries
+    """
     return {"rpc": asdict(address), "version": NEWEST_VERSION, "queue": queue, **more}

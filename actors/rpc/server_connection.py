@@ -13,6 +13,8 @@ from connectors.open_files import report_few_left
 logger = logging.getLogger(__name__)
 
 HELLO_S = 5.0
+"""Timeout in seconds for the authentication of a new connection."""
+
 LINGER_S = 0.002
 """Maximum delay in seconds of `Accepted`, `PrefillReport` and `ResponseStart`.
 
@@ -135,6 +137,8 @@ class ServerConnection(asyncio.Protocol):
         """Queue an item of stream `number`.
 
         Return False without queueing if the stream lacks credit or the socket's buffer is full.
+
+        ``lazy``  whether the item may wait LINGER_S for the next one
         """
         size = item_bytes(item)
         if not self._can_write or not self._protocol.send(number, item, size):

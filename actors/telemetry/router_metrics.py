@@ -159,6 +159,8 @@ class RouterMetrics:
 
 
 KEPT = 200
+"""Number of requests of all models that a router replica keeps, of about 2 KB each."""
+
 MAX_ID_CHARACTERS = 80
 """Number of characters to which the access log and the status page cut a client's request id."""
 
@@ -196,6 +198,7 @@ class RecentRequest(NamedTuple):
 
 
 def now_unix(monotonic_at: float) -> float:
+    """Return the Unix time in seconds of a moment on this host's monotonic clock."""
     return time.time() - (time.monotonic() - monotonic_at)
 
 

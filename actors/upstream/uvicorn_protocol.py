@@ -30,6 +30,7 @@ CONNECTION = "tandem.connection"
 """Key of the request's BoundedHttpProtocol, whose `write` and `disconnected` need no task."""
 
 HEAD_S = 30.0
+"""Timeout in seconds for complete headers, from their first byte."""
 
 
 class JoinedWrites:
@@ -44,6 +45,7 @@ class JoinedWrites:
         self._unsent: list[bytes] = []
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the transport."""
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:

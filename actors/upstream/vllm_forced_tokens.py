@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Logits
 from connectors.protocol.params import EMITTED_TOKENS
 
 FORCED_TOKENS = "tandem_forced_tokens"
+"""Key of SamplingParams.extra_args with the ids of the tokens to emit first."""
 
 
 def forced_tokens(params: SamplingParams) -> list[int]:
@@ -27,6 +28,7 @@ def forced_tokens(params: SamplingParams) -> list[int]:
 
 
 def force(logits: torch.Tensor, row: int, token: int) -> None:
+    """Set the logits of `row` so that only `token` can be sampled."""
     logits[row] = -torch.inf
     logits[row, token] = 0.0
 

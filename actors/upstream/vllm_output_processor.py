@@ -26,6 +26,7 @@ from actors.replay_log import SERVED_CALL, KvArrivals, ServedCall
 from actors.request import TRANSFER_FIELD
 
 BURST = 32
+"""Number of emitted tokens to process before other tasks run."""
 
 
 class SharedRequestOutputs(OutputProcessor):
@@ -42,7 +43,10 @@ class SharedRequestOutputs(OutputProcessor):
 
     @classmethod
     def take_over(cls, processor: OutputProcessor, block_tokens: int | None) -> None:
-        """Replace the class of AsyncLLM's processor."""
+        """Replace the class of AsyncLLM's processor.
+
+        ``block_tokens``  block size of the prefix cache in tokens; None without a prefix cache
+        """
         processor.__class__ = cls
         processor.block_tokens = block_tokens
         processor.unfinished = set()

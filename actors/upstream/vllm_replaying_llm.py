@@ -68,6 +68,7 @@ class ReplayCollector:
         self._held = False
 
     def put(self, output: Any) -> None:
+        """Receive the output of one or several steps, or an error; called by vLLM."""
         if not isinstance(output, RequestOutput):
             self._collector.put(output)
             return
@@ -180,6 +181,7 @@ class ReplayingLLM(AsyncLLM):
         }
 
     def call_of(self, request_id: str) -> ServedCall | None:
+        """Return the call whose first engine request has this id; None if there is none."""
         return getattr(self._outputs.request_states.get(request_id), "served", None)
 
     def _run_output_handler(self) -> None:
@@ -331,6 +333,7 @@ class ReplayingLLM(AsyncLLM):
 
 
 def _prompt_digest(request: EngineCoreRequest) -> bytes | None:
+    """Return a digest of the token ids and media of a request; None for prompt embeddings."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return None
     digest = xxhash.xxh3_128(array("q", request.prompt_token_ids).tobytes())

@@ -20,7 +20,10 @@ FIRST_BYTES = 4096
 
 
 def check_config(path: Path) -> tuple[list[Finding], dict[str, Any], ServiceSettings]:
-    """Return the findings, the Serve config in `path` and Tandem's settings in it."""
+    """Return the findings, the Serve config in `path` and Tandem's settings in it.
+
+    For an invalid file, return an empty config and the default settings.
+    """
     try:
         config, settings = read(path)
     except SettingsError as error:
@@ -66,13 +69,17 @@ def _directory(folder: Path) -> Iterator[Finding]:
 
 
 def check_template(settings: ServiceSettings) -> Iterator[Finding]:
+    """Check that the chat template does not render the time. Yields nothing for a hub id."""
     folder = Path(settings.model_path)
     if folder.is_dir() and renders_time(_template(folder, settings.frontend.get("chat_template"))):
         yield Finding("model", f"{folder}: the chat template renders the time, so chats transfer no KV", REMEDY)
 
 
 def _template(folder: Path, given: str | None) -> str:
-    """Return the chat template `given` (path or text), else a checkpoint's; empty without one."""
+    """Return the chat template `given` (path or text), else a checkpoint's; empty without one.
+
+    Several templates are joined.
+    """
     with suppress(OSError):  # no such file, or a text
         return Path(given or folder / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
     if given:
@@ -134,7 +141,10 @@ def _hub(model: str) -> Iterator[Finding]:
 
 
 def check_kernels(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check that vLLM's CPU kernels can run the model in each role without GPUs."""
+    """Check that vLLM's CPU kernels can run the model with the arguments of each role without GPUs.
+
+    Yields nothing for a model whose `config.json` is not on this machine.
+    """
     if not _has_configuration(settings.model_path):
         return
     for role in ROLES:
@@ -164,9 +174,14 @@ def _kernels(settings: ServiceSettings, role: RoleName) -> Finding:
             "change `model` or the engine's arguments",
         )
     backend = arguments.attention_backend or arguments.attention_config.backend
-    from actors.upstream.cpu_build.vllm_cpu_kernels import engine_problem
+    from actors.upstream.cpu_build.vllm_cpu_kernels import cache_problem, cpu_features, experts_problem, model_problem
 
-    problem = engine_problem(model, backend, arguments.kv_cache_dtype, arguments)
+    features = cpu_features()
+    problem = (
+        model_problem(model, backend, features)
+        or cache_problem(arguments.kv_cache_dtype, features)
+        or experts_problem(model, arguments)
+    )
     if problem is not None:
         return Finding("kernels", f"{role}: {problem.reason}", problem.remedy)
     return Finding("kernels", f"{role}: vLLM's CPU kernels run the model in {str(model.dtype).removeprefix('torch.')}")

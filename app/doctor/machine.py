@@ -188,7 +188,11 @@ def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterato
 
 
 def check_tls(config: Mapping[str, Any], settings: ServiceSettings) -> Iterator[Finding]:
-    """Check the certificate files of the router's port and of the connections to engines."""
+    """Check the certificate files of the router's port and of the connections to engines.
+
+    They must be readable, the key must match, and the certificate must not expire within
+    EXPIRES_SOON. Also report what Serve's proxies, if any, refuse.
+    """
     if settings.router.ssl_certfile is not None and config.get("proxy_location") != "Disabled":
         yield Finding("tls", proxies_refuse(settings.router))
     for files in (router_files(settings.router), rpc_files(settings)):
@@ -224,7 +228,10 @@ def _port_range(text: str) -> Finding:
 def check_ucx_devices(
     settings: ServiceSettings, rdma: Path = RDMA, network: Path = NETWORK, proc: Path = PROC
 ) -> Iterator[Finding]:
-    """Check RDMA's access to GPUs, its limit of pinned memory, and UCX's devices and transports."""
+    """Check RDMA's access to GPUs, its limit of pinned memory, and UCX's devices and transports.
+
+    Reads `transfer.devices`, UCX_NET_DEVICES and UCX_TLS.
+    """
     devices, interfaces = _names(rdma), _names(network)
     yield Finding("ucx", f"RDMA: {', '.join(devices) or 'none'}; network: {', '.join(interfaces)}")
     if devices and (limit := resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]) != resource.RLIM_INFINITY:
@@ -259,7 +266,10 @@ def check_ucx_devices(
 
 
 def gpudirect(modules: str, driver: str, kernel: str) -> str | None:
-    """Return how RDMA devices reach GPU memory, or None."""
+    """Return how RDMA devices reach GPU memory, or None.
+
+    ``modules``, ``driver``  contents of /proc/modules and /proc/driver/nvidia/version
+    """
     for module in {line.partition(" ")[0] for line in modules.splitlines()} & {"nvidia_peermem", "nv_peer_mem"}:
         return f"{module} is loaded"
     # Only the open modules export GPU memory as dma-bufs.
@@ -272,4 +282,5 @@ def _names(folder: Path) -> list[str]:
 
 
 def ucx_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Return the UCX variables of a role's processes: this process's, overridden by `own`."""
     return {name: value for name, value in (os.environ | dict(own)).items() if name.startswith("UCX_")}

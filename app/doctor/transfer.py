@@ -11,6 +11,7 @@ from configs.settings.service import ServiceSettings
 from connectors.transport import selftest
 
 TRANSFER_S = 30.0
+"""Timeout in seconds of the test transfer, without the start of its processes."""
 
 
 def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
@@ -34,6 +35,7 @@ def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def _has_gpu() -> bool:
+    """Return whether torch finds a GPU; the check `gpus` reports that it finds none."""
     import torch
 
     return torch.cuda.is_available()

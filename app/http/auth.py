@@ -32,6 +32,7 @@ Only operators may learn of the requests of other keys.
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/load", "/metrics"})
 
 REFUSED = ("refused", "")
+"""Labels `route` and `reason`, in the metrics, of a request that this middleware refuses."""
 
 
 def is_open(scope: Scope) -> bool:
@@ -73,10 +74,13 @@ class PerKeyLimiter:
                 del self._taken[key]
 
     def crowds(self, key: Hashable) -> bool:
+        """Return whether `key` has more than an equal share of the ongoing requests."""
         return self._taken[key] * len(self._taken) > self._taken.total()
 
 
 class Authenticated:
+    """`app` for clients with one of the keys in `digests` or `operators`."""
+
     def __init__(self, app: ASGIApp, router: Router, digests: Sequence[bytes], operators: Sequence[bytes] = ()) -> None:
         self._app = app
         self._router = router
@@ -118,6 +122,7 @@ class Authenticated:
 
 
 def forbidden() -> JSONResponse:
+    """Return a 403 response to a key that is not an operator's."""
     status = HTTPStatus.FORBIDDEN
     message = "an operator's key is required: one of `auth.operator_keys` or `TANDEM_OPERATOR_KEYS`"
     return JSONResponse(error_body(status, message), status_code=status)

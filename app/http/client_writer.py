@@ -43,6 +43,7 @@ class SendWriter:
         return self._sending is not None
 
     def write(self, data: bytes) -> None:
+        """Send a part of the body; raises the error of an earlier part."""
         assert self._sending is None, "a relay writes while `paused` is false"
         if self._error is not None:
             raise self._error
@@ -59,12 +60,14 @@ class SendWriter:
             self.on_resume()
 
     async def drained(self) -> None:
+        """Wait until everything is sent; raises the error of a `send`."""
         if self._sending is not None:
             await self._sending
         if self._error is not None:
             raise self._error
 
     async def close(self) -> None:
+        """Cancel a `send` that does not return."""
         if self._sending is not None:
             self._sending.cancel()
             await asyncio.wait({self._sending})
@@ -79,6 +82,7 @@ class KeepAlive:
 
     def __init__(self, send: Send, limits: RouterLimits) -> None:
         self.started = False
+        """True once this object starts to send status 200 to the client."""
         self._send = send
         self._limits = limits
         self._stopping = asyncio.Event()
@@ -96,6 +100,7 @@ class KeepAlive:
             self._timer = asyncio.get_running_loop().call_later(interval_s, self._start)
 
     async def close(self) -> None:
+        """Cancel the comments."""
         if self._timer is not None:
             self._timer.cancel()
         if self._comments is not None:
@@ -156,6 +161,7 @@ async def until_disconnect(scope: Scope, receive: Receive, work: Coroutine[Any, 
 
 
 async def _until_done(disconnected: asyncio.Future[None], work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` in this task; cancel it and raise ClientDisconnect when `disconnected` is done."""
     task = asyncio.current_task()
     assert task is not None, "a coroutine runs in a task"
 

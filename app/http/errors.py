@@ -36,6 +36,7 @@ ERROR_TYPES = {
 
 
 ANTHROPIC: frozenset[Endpoint] = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+"""Endpoints of Anthropic's API."""
 
 
 class BadRequestError(Exception):
@@ -92,6 +93,7 @@ def status_of(error: Exception) -> HTTPStatus:
 
 
 def message_of(error: Exception) -> str:
+    """Return the message for the client; for internal errors, a reference to the log."""
     if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
         return "internal error; the router's log has the details"
     return str(error)
@@ -104,7 +106,10 @@ def _details(error: Exception) -> tuple[str | None, str | None]:
 
 
 def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/completions") -> JSONResponse:
-    """Return the response of `endpoint` for `error`."""
+    """Return the response of `endpoint` for `error`.
+
+    ``retry_after_s``  least Retry-After of status 429 and 503
+    """
     status = status_of(error)
     headers = {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
@@ -125,7 +130,10 @@ def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> byt
 
 
 def late_error(body: dict[str, Any], endpoint: Endpoint) -> bytes:
-    """Return the last events of a stream with the error `body`, as vLLM's `endpoint` sends them."""
+    """Return the last events of a stream that ends with an error, as vLLM's `endpoint` sends them.
+
+    ``body``  error in OpenAI's format
+    """
     if endpoint == "/v1/responses":
         error = body["error"]
         said = {"type": "error", "code": error["type"], "message": error["message"], "param": error["param"]}

@@ -28,7 +28,11 @@ from connectors.errors import TandemError
 logger = logging.getLogger(__name__)
 
 STREAM_END_S = 5.0
+"""Timeout in seconds for sending the end of a stream to a slow client."""
+
 RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"})
+"""Response headers of an engine that the router forwards to the client."""
+
 HEADERS_OF_BODY = frozenset({b"content-type", b"content-length"})
 
 
@@ -129,7 +133,10 @@ class Generate:
         record.keep(answer)
 
     async def _refuse_late(self, event: bytes, status: int, record: RequestRecord, send: Send) -> None:
-        """``status``: HTTP status that the error would have had, for the access log."""
+        """End a stream that has no tokens with an error event.
+
+        ``status``  HTTP status that the error would have had, for the access log
+        """
         record.line["late_status"] = int(status)
         with suppress(TimeoutError):
             async with asyncio.timeout(STREAM_END_S):
@@ -138,6 +145,7 @@ class Generate:
     async def _send_rest(
         self, answer: AnyAnswer, model: ModelRouter, record: RequestRecord, scope: Scope, send: Send
     ) -> None:
+        """Send the rest of a stream. After an error, the last event is an error event."""
         last, connection = b"", scope.get(CONNECTION)
         # `BoundedHttpProtocol`, or a writer for the proxy of Ray Serve.
         writer: Any = connection or SendWriter(send)

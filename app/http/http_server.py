@@ -41,10 +41,13 @@ SERVICE_PATH = "/tandem/service"
 balancers read the status: 200 if this router can serve, 503 if it cannot or is stopping."""
 
 BACKLOG = 2048
+"""Maximum number of connections in the listener's backlog."""
+
 SETTLES_S = 1.0
 """Seconds for which `open` retries: routers that start or stop may block the port briefly."""
 
 ASK_S = 5.0
+"""Timeout in seconds of the request for the service id to the process that has the port."""
 
 
 class PortTakenError(ConfigurationError):
@@ -162,6 +165,8 @@ class HttpServer:
         return not needed or scope[CLIENT_CERTIFICATE]
 
     def _last(self, send: Send) -> Send:
+        """Return a `send` that adds `connection: close` to responses of a stopping server."""
+
         async def tell(message: Message) -> None:
             if self._leaving is not None and message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
@@ -227,6 +232,7 @@ def forbidden(message: str) -> JSONResponse:
 
 
 def this_service() -> str:
+    """Return an id of this Serve application on this Ray cluster."""
     context = ray.get_runtime_context()
     application = serve.get_replica_context().app_name
     return hashlib.sha256(f"{context.gcs_address} {application}".encode()).hexdigest()

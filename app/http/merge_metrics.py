@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Source = tuple[str, str, str]
+"""Role, replica id and the exposition of one process."""
+
 SUFFIXES = {"summary": ("", "_count", "_sum"), "histogram": ("_bucket", "_count", "_sum")}
 """Suffixes of the sample names of a family, by type. Other types have no suffix."""
 
@@ -29,7 +31,10 @@ class Family:
 
 
 def merge(sources: Iterable[Source]) -> str:
-    """Return one exposition of the samples of `sources`, grouped by family."""
+    """Return one exposition of the samples of `sources`, grouped by family.
+
+    Each sample has the labels `role` and `replica`. Families with creation times are omitted.
+    """
     families: dict[str, Family] = {}
     for role, replica, text in sources:
         _add(families, f'role="{_escaped(role)}",replica="{_escaped(replica)}"', text)

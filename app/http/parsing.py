@@ -61,6 +61,8 @@ FORWARDED_HEADERS = frozenset(
 """
 
 FORM_ENDPOINTS: frozenset[Endpoint] = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+"""Endpoints whose body is a form with a file."""
+
 INVOKED: Mapping[str, Endpoint] = {
     "messages": "/v1/chat/completions",
     "prompt": "/v1/completions",
@@ -69,8 +71,13 @@ INVOKED: Mapping[str, Endpoint] = {
 """Endpoints for the body of `/invocations`, by its first field that is set; vLLM's order."""
 
 ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
+"""Header of `/invocations` that takes the place of `model` in vLLM."""
+
 CROWDS = "tandem.crowds"
+"""Key in the scope of a request whose API key has more than its share of the ongoing requests."""
+
 PRIORITY_HEADER = b"x-vllm-priority"
+"""Request header forwarded if `router.client_priority` is set."""
 
 
 def path_of(scope: Scope) -> str:

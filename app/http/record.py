@@ -40,10 +40,14 @@ RECORD = "tandem.record"
 """Key of a request's `RequestRecord` in its ASGI scope, with an access log."""
 
 UNLOGGED_PATHS = frozenset({"/", "/health", "/ping", "/load", "/metrics", "/tandem/status", "/tandem/service"})
+"""Paths of probes, scrapers and the status page, which are not logged."""
+
 MAX_PATH_CHARACTERS = 200
 
 FILE_BYTES = 64 << 20
 OLD_FILES = 3
+"""Number of rotated log files that a router keeps, besides the current one of FILE_BYTES."""
+
 RequestLog = Literal["off", "parameters", "text"]
 
 SHOWN_TEXTS = frozenset({"model", "type", "tool_choice", "reasoning_effort", "service_tier", "encoding_format"})
@@ -56,7 +60,11 @@ The timings normally arrive before decode's first token, on a busy machine milli
 """
 
 REFUSED = "refused"
+"""Label `route`, in the metrics, of a request that got an error instead of an answer."""
+
 LEFT = "left"
+"""Label `route` of a request whose client disconnected before the answer started."""
+
 CLIENT_CLOSED_REQUEST = 499
 """Label `status` of a `left` request in the metrics: the non-standard code that nginx logs."""
 
@@ -70,6 +78,7 @@ _TOKENS = {
     "cached_tokens": re.compile(rb'"cached_tokens": ?(\d+)'),
 }
 _USAGE_BYTES = 400
+"""Number of bytes that are searched for counts of tokens, from the start of a usage object."""
 
 
 class RequestRecord:
@@ -84,6 +93,7 @@ class RequestRecord:
         self.key: str | None = None
         """First 8 hexadecimal digits of the digest of the API key; None without a valid key."""
         self.complete = False
+        """Whether the whole response was sent."""
         self.line: dict[str, Any] = {}
         """Further fields of the access log, for example `late_status` of a failed stream."""
         self._request_log = request_log
@@ -113,6 +123,7 @@ class RequestRecord:
             self._trace.end(error)
 
     def received(self, request: ClientRequest) -> None:
+        """Keep the body of a valid request or its parameters, according to `request_log`."""
         self.request_id = request.request_id
         if self._request_log != "off":
             self._logged = request.body if self._request_log == "text" else parameters_of(request.body)
@@ -183,6 +194,7 @@ class RequestRecord:
             )
 
     def sent(self, message: Message) -> None:
+        """Record one ASGI message of the response."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             return
@@ -201,6 +213,7 @@ class RequestRecord:
             self._usage = {name: int(match[1]) for name, one in _TOKENS.items() if (match := one.search(usage))}
 
     def log_line(self, scope: Scope, path: str) -> str:
+        """Return the line of the access log for a request that ends now."""
         now, client = time.monotonic(), scope.get("client")
         line: dict[str, Any] = {
             "at": datetime.fromtimestamp(now_unix(self._began_at), UTC).isoformat(timespec="milliseconds"),
@@ -248,6 +261,7 @@ class AccessLog:
 
 
 def server_timing(breakdown: LatencyBreakdown) -> tuple[bytes, bytes]:
+    """Return the Server-Timing header: the parts of the breakdown and their sum, in ms."""
     entries = [*breakdown.parts.items(), ("total", breakdown.total_s)]
     return b"server-timing", ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in entries).encode()
 
@@ -271,7 +285,10 @@ def _ms(seconds: float) -> float:
 
 
 def open_access_log(folder: Path, replica: str) -> Callable[[str], None]:
-    """Return a function that appends a line to `access-<replica>.log`. Raises OSError."""
+    """Return a function that appends a line to `access-<replica>.log` in `folder`.
+
+    Raises OSError if the file cannot be opened.
+    """
     handler = RotatingFileHandler(folder / f"access-{replica}.log", maxBytes=FILE_BYTES, backupCount=OLD_FILES)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log = logging.getLogger(f"{__name__}.{replica}")

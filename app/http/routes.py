@@ -53,7 +53,17 @@ def build_http(
     settings: RouterSettings | None = None,
     operator_digests: Sequence[bytes] = (),
 ) -> ASGIApp:
-    """Return the application of `router`."""
+    """Return the application of `router`.
+
+    ``key_digests``  digests of valid API keys. All requests are admitted if there are neither these
+                     nor `operator_digests`
+    ``traces``       creates the spans of requests; None: no spans
+    ``access_log``   receives one line per request, except for UNLOGGED_PATHS (probes, scrapers and
+                     the status page); None: no access log
+    ``settings``     settings for CORS and for requests in the access log; None: the defaults
+
+    ``operator_digests``  digests of valid keys of operators
+    """
 
     async def merged() -> str:
         routers, engines = await asyncio.gather(router.router_metrics(), router.engine_metrics())

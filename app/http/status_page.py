@@ -11,6 +11,7 @@ PAGE = Path(__file__).parent / "status.html"
 
 @cache
 def status_page() -> str:
+    """Return the page's HTML."""
     return PAGE.read_text(encoding="utf-8")
 
 

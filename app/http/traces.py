@@ -36,6 +36,7 @@ class RequestTrace:
         )
         self._context = set_span_in_context(self._span)
         self.request = request.with_metadata(headers=self._forwarded(request.headers))
+        """The request for the engines; its trace headers name this span as parent."""
 
     def answered(self, answer: AnyAnswer) -> None:
         """Record status, route, its reason and replicas; add a span per part of the breakdown.

@@ -33,6 +33,7 @@ class UpgradeError(Exception):
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Return 0 when nothing is left to do, else 1."""
     parser = argparse.ArgumentParser(prog="tandem upgrade", description=" ".join(__doc__.split()))
     parser.add_argument("-n", "--namespace", default="tandem", help="namespace of the service (tandem)")
     parser.add_argument("--context", help="cluster of the kubeconfig; default: the current one at the start")
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def describe(state: State, namespace: str) -> Iterator[str]:
+    """Yield the plan: each command, and what else will happen."""
     old = state.old()
     commands = [*(push(state) if differs(state) else ()), *(one.deletion for one in old)]
     if commands:
@@ -76,6 +78,7 @@ def describe(state: State, namespace: str) -> Iterator[str]:
 
 
 def follow(options: argparse.Namespace) -> None:
+    """Take step after step; raise UpgradeError at a deadline."""
     pushed, since = False, time.monotonic()
     printed: tuple[str, ...] = ()
     while True:
@@ -113,6 +116,7 @@ def look(options: argparse.Namespace) -> State:
 
 
 def kubectl(options: argparse.Namespace, *arguments: str) -> str:
+    """Return what kubectl prints; raises UpgradeError with what it reports."""
     try:
         command = ("kubectl", "--namespace", options.namespace, f"--context={options.context or ''}", *arguments)
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout

@@ -92,6 +92,7 @@ class State:
         return [one for one in self.pods if one.group == name and not one.ending]
 
     def mark(self, pod: Pod) -> str | None:
+        """Return the digest of the pod's template; None if unknown."""
         live = self.live.get(pod.group)
         if pod.mark or live is None or _mark(live["template"]) or pod.image != _image(live["template"]):
             return pod.mark
@@ -134,6 +135,7 @@ def read(objects: list[Object], name: str) -> State:
 
 
 def refusals(state: State, *, allow_gap: bool) -> Iterator[str]:
+    """Yield why an upgrade must not start, with the remedy."""
     spec = state.service["spec"]
     config, strategy = spec["rayClusterConfig"], spec.get("upgradeStrategy", {}).get("type")
     if strategy != "None":
@@ -183,6 +185,7 @@ def differs(state: State) -> bool:
 
 
 def push(state: State) -> Iterator[Command]:
+    """Yield the commands that bring the RayService's spec to the RayCluster."""
     patch: list[Object] = []
     for number, (name, group) in enumerate(state.wanted.items()):
         path = "/spec/rayClusterConfig/" + (f"workerGroupSpecs/{number - 1}" if number else "headGroupSpec")

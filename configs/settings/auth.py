@@ -53,6 +53,7 @@ def environment_keys() -> tuple[SecretStr, ...]:
 
 
 def environment_operator_keys() -> tuple[SecretStr, ...]:
+    """Return the operator keys from this process's environment. Raises as `environment_keys`."""
     return _listed_keys(OPERATOR_KEYS_VARIABLE)
 
 

@@ -117,6 +117,7 @@ class RoleSettings(PlacementSettings):
 
     @property
     def scaled(self) -> bool:
+        """True if the autoscaler chooses the number of replicas."""
         return not isinstance(self.replicas, int)
 
     @field_validator("replicas")

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -11,18 +11,30 @@ from configs.settings.router import RouterLimits, RouterSettings
 from configs.settings.scaling import ScalingSettings
 from configs.settings.service import ModelSettings, ServiceSettings
 
-M = TypeVar("M", bound=BaseModel)
-
 _SECRETS = frozenset({"secret", "auth"})
 """Keys below which an error message must not quote the value."""
 
 
 def parse_settings(args: dict[str, Any]) -> ServiceSettings:
-    return _parsed(ServiceSettings, args)
+    """Return the settings in a config file's `args`.
+
+    Raises SettingsError with one line per error.
+    """
+    try:
+        return ServiceSettings.model_validate(args)
+    except ValidationError as error:
+        raise _settings_error(error, ServiceSettings) from None
 
 
 def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
-    return _parsed(ScalingSettings, policy_kwargs)
+    """Return the settings in `policy_kwargs`.
+
+    Raises SettingsError with one line per error.
+    """
+    try:
+        return ScalingSettings.model_validate(policy_kwargs)
+    except ValidationError as error:
+        raise _settings_error(error, ScalingSettings) from None
 
 
 def changed_limits(built: RouterLimits, user_config: Any) -> RouterLimits:
@@ -41,16 +53,18 @@ def changed_limits(built: RouterLimits, user_config: Any) -> RouterLimits:
     merged = built.model_dump() | user_config
     if isinstance(routing, dict):
         merged["routing"] = built.routing.model_dump() | routing
-    return _parsed(RouterLimits, merged)
-
-
-def _parsed(model: type[M], given: Any) -> M:
-    """Raises SettingsError with one line per error."""
     try:
-        return model.model_validate(given)
+        return RouterLimits.model_validate(merged)
     except ValidationError as error:
-        found = [(".".join(map(str, one["loc"])), _advice(one, model)) for one in error.errors()]
-        raise SettingsError("\n".join(f"{where}: {advice}" if where else advice for where, advice in found)) from None
+        raise _settings_error(error, RouterLimits) from None
+
+
+def _settings_error(error: ValidationError, model: type[BaseModel]) -> SettingsError:
+    lines = []
+    for problem in error.errors():
+        where = ".".join(map(str, problem["loc"]))
+        lines.append(f"{where}: {_advice(problem, model)}" if where else _advice(problem, model))
+    return SettingsError("\n".join(lines))
 
 
 def _advice(problem: Any, model: type[BaseModel]) -> str:

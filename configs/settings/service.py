@@ -89,6 +89,7 @@ class ModelSettings(Frozen):
 
     @property
     def model_path(self) -> str:
+        """Path or hub id of the model for vLLM."""
         return str(DEMO_MODEL_DIR) if self.model == DEMO_MODEL else self.model
 
     @property
@@ -102,10 +103,12 @@ class ModelSettings(Frozen):
 
     @property
     def model_name(self) -> str:
+        """Model name in client requests."""
         return self.model_names[0]
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
+        """Names of the adapters that `frontend.lora_modules` loads at the start."""
         return tuple(one["name"] for one in self.frontend.get("lora_modules") or ())
 
     def role(self, name: RoleName) -> RoleSettings:
@@ -210,4 +213,5 @@ class ServiceSettings(ModelSettings):
 
 
 def _suffix(model: ModelSettings) -> str:
+    """Return the suffix of a model's deployment names."""
     return f"-{UNNAMEABLE.sub('-', model.model_name)}"

@@ -170,6 +170,7 @@ class Group:
 
     @property
     def parts(self) -> dict[str, list[LayerPages]]:
+        """The layers by name, in model order, each with its parts."""
         found: dict[str, list[LayerPages]] = {}
         for pages in self.layers:
             found.setdefault(pages.layer, []).append(pages)

@@ -97,12 +97,14 @@ class GroupPlan:
         return int(self.piece_bytes.sum())
 
     def pieces_of(self, layers: tuple[int, int] | None) -> slice:
+        """Return the slice of the pieces of layers ``[first, stop)``; None means all layers."""
         if layers is None:
             return slice(0, len(self.piece_bytes))
         first, stop = np.searchsorted(self.layer_of, layers)
         return slice(int(first), int(stop))
 
     def across_layers(self, layers: tuple[int, int] | None) -> Pieces:
+        """Return the pieces of these layers, joined where layers of a block are adjacent."""
         found = self._across_layers.get(layers)
         if found is None:
             chosen = self.pieces_of(layers)

@@ -358,4 +358,5 @@ class Producer(Production):
 
     @property
     def busy(self) -> bool:
+        """True if a transfer is open, in any stage. Writes of ended transfers do not count."""
         return bool(self._transfers)

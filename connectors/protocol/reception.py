@@ -61,6 +61,7 @@ class RequestQueue:
         return [Connect(producer)] if partners is None else [self._ask(transfer_id, queued, partners, now)]
 
     def remove(self, transfer_id: str, request_id: str | None = None) -> None:
+        """Remove a request, or any of this transfer."""
         queued = self.requests.get(transfer_id)
         if queued is not None and request_id in (None, queued.request_id):
             del self.requests[transfer_id]

@@ -25,6 +25,7 @@ PREFIX = b"start/"
 
 POLL_S = 0.25
 MAX_LOG_BYTES = 4 << 20
+"""Maximum number of bytes, at the end of each log, in which `root_cause` searches."""
 
 
 class StartProgress:
@@ -68,6 +69,7 @@ class StartProgress:
         return str(self._logs[-1].with_name(f"{self._role}-{self._replica}.out")) if self._logs else ""
 
     def _cause(self, error: Exception) -> str:
+        """Return the cause in the logs (`root_cause`), stderr's first; else the text of `error`."""
         texts = [_tail(path, self._begins[path]) for path in self._logs]
         return next(filter(None, map(root_cause, texts)), None) or f"{type(error).__name__}: {error}"
 
@@ -104,6 +106,7 @@ class StartWatch:
         ray_private.store_put(WATCHED, b"")
 
     def reports(self) -> dict[str, dict[str, Any]]:
+        """Return the latest report of each engine, by `role/replica`."""
         keys = ray_private.store_keys(PREFIX)
         values = {key: ray_private.store_get(key) for key in keys}
         return {key.removeprefix(PREFIX).decode(): json.loads(value) for key, value in values.items() if value}

@@ -31,6 +31,7 @@ _started_with: dict[str, str | None] = {}
 
 
 def may_fork(settings: ServiceSettings, role: RoleName, arguments: Mapping[str, Any]) -> bool:
+    """Return whether the engine of `role`, with these vLLM arguments, can use the fork server."""
     own = settings.role(role)
     eager = bool(arguments.get("enforce_eager"))
     return own.executor == "mp" and not own.num_gpus and eager and settings.cpu.threads_bind == "nobind"

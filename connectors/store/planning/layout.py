@@ -76,6 +76,7 @@ def prove_store(plan: StorePlan, layouts: Sequence[EngineLayout]) -> EngineLayou
 
 
 def object_bytes(store: EngineLayout) -> tuple[int, ...]:
+    """Payload bytes of an object of each stored group."""
     return tuple(group.block_bytes for group in store.groups)
 
 

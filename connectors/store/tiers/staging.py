@@ -81,6 +81,7 @@ class Staging:
             return sum(self._slots[offset][0] for offset in offsets)
 
     def take(self, size_bytes: int) -> int | None:
+        """Return the offset of a new slot, with one user; None without room."""
         size = slot_bytes(size_bytes)
         with self._lock:
             for number, (offset, length) in enumerate(self._free):
@@ -91,6 +92,7 @@ class Staging:
         return None
 
     def share(self, offset: int) -> None:
+        """Add a user to a slot. Each user calls ``give_back`` once."""
         with self._lock:
             size, users = self._slots[offset]
             self._slots[offset] = size, users + 1

@@ -144,6 +144,7 @@ class AdapterChanges:
         self._taken_at = 0
 
     def take(self) -> dict[Adapter, str]:
+        """Return the changes since the last call."""
         if self._taken_at == self._loads.loads:  # each step calls
             return {}
         self._taken_at, loaded = self._loads.loads, self._loads.identities

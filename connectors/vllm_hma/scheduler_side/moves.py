@@ -34,6 +34,7 @@ class Moves:
         self._requests[request.request_id] = request
 
     def begin(self, params: MoveParams) -> None:
+        """End a request with its next token, unless it ends by itself."""
         request = self._requests.get(params.request_id)
         if request is not None and request.prompt_embeds is None and end_soon(request):
             self._moving[request.request_id] = params.transfer_id

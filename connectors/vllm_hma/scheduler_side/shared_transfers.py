@@ -20,6 +20,7 @@ class SharedTransfers:
         self._followers: dict[str, str] = {}
 
     def join(self, transfer_id: str, request_id: str) -> bool:
+        """Return whether this request receives the KV."""
         receiver = self._receivers.setdefault(transfer_id, request_id)
         if len(self._receivers) > REMEMBERED_TRANSFERS:
             del self._receivers[next(iter(self._receivers))]
