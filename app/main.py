@@ -95,12 +95,7 @@ class HttpRouter(RouterReplica):
             settings.limits(),
             *(
                 ModelEngines(
-                    EnginePool("prefill", one.prefill, client),
-                    EnginePool("decode", one.decode, client),
-                    one.names,
-                    one.allows_adapters,
-                    one.adapters,
-                    one.suffix,
+                    EnginePool("prefill", one.prefill, client), EnginePool("decode", one.decode, client), *one[2:]
                 )
                 for one in models
             ),

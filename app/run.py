@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 from urllib.request import getproxies
@@ -227,11 +227,8 @@ def check_user_config(deployments: list[dict[str, Any]], settings: ServiceSettin
     for i, one in enumerate(deployments):
         if one.get("name") != "Router" or one.get("user_config") is None:
             continue
-        try:
+        with errors_in(f"deployments.{i}.user_config."):
             changed_limits(settings.router.limits(), one["user_config"])
-        except SettingsError as error:
-            lines = [f"deployments.{i}.user_config.{line}" for line in str(error).splitlines()]
-            raise SettingsError("\n".join(lines)) from None
 
 
 def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
@@ -251,11 +248,17 @@ def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
     if fixed:
         lines = [f"{name}.replicas: must be an autoscaling_config: {POLICY} scales both roles" for name in fixed]
         raise SettingsError("\n".join(lines))
-    try:
+    with errors_in("autoscaling_policy.policy_kwargs."):
         parse_scaling(policy.get("policy_kwargs") or {})
+
+
+@contextlib.contextmanager
+def errors_in(section: str) -> Iterator[None]:
+    """Add the path of a section to the keys in a SettingsError."""
+    try:
+        yield
     except SettingsError as error:
-        lines = [f"autoscaling_policy.policy_kwargs.{line}" for line in str(error).splitlines()]
-        raise SettingsError("\n".join(lines)) from None
+        raise SettingsError("\n".join(section + line for line in str(error).splitlines())) from None
 
 
 def _unknown_keys(given: dict[str, Any], schema: type[BaseModel], where: str = "") -> list[str]:

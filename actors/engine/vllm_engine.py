@@ -144,12 +144,8 @@ class VllmEngine:
         if not settings.role(role).num_gpus:
             from actors.upstream.cpu_build import vllm_cpu_kernels
 
-            features = vllm_cpu_kernels.cpu_features()
-            problem = (
-                vllm_cpu_kernels.model_problem(config.model_config, config.attention_config.backend, features)
-                or vllm_cpu_kernels.cache_problem(config.cache_config.cache_dtype, features)
-                or vllm_cpu_kernels.experts_problem(config.model_config, config.parallel_config)
-            )
+            backend, cache_dtype = config.attention_config.backend, config.cache_config.cache_dtype
+            problem = vllm_cpu_kernels.engine_problem(config.model_config, backend, cache_dtype, config.parallel_config)
             if problem is None and config.lora_config is not None:
                 modules = settings.frontend.get("lora_modules") or ()
                 problem = vllm_cpu_kernels.adapter_problem(config.lora_config.max_loras, len(modules))
@@ -312,11 +308,7 @@ class VllmEngine:
     async def discard(self, transfer_id: str, rank: int = 0) -> None:
         """Tell the connector of `rank` to free the KV of this transfer, which happens later."""
         try:
-            await self._llm.notify_kv_transfer_request_rejected(
-                f"discard-{uuid.uuid4().hex}",
-                {"do_remote_decode": True, "transfer_id": transfer_id, "discard": True},
-                data_parallel_rank=rank,
-            )
+            await self._tell({"do_remote_decode": True, "transfer_id": transfer_id, "discard": True}, rank)
         except Exception as error:
             logger.warning("cannot discard transfer %s; its lease will expire: %r", transfer_id, error)
 
@@ -335,18 +327,17 @@ class VllmEngine:
             return
         served.moves_as = uuid.uuid4().hex
         params = {"move": request_id, "transfer_id": served.moves_as, "supervisor": self._supervisor}
-        await self._llm.notify_kv_transfer_request_rejected(
-            f"move-{uuid.uuid4().hex}", {"do_remote_decode": True, **params}, data_parallel_rank=rank
-        )
+        await self._tell({"do_remote_decode": True, **params}, rank)
 
     async def lose(self, engines: str) -> None:
         """Report lost engines, by id prefix, to all ranks' connectors."""
         for rank in self.ranks:
-            await self._llm.notify_kv_transfer_request_rejected(
-                f"lose-{uuid.uuid4().hex}",
-                {"engines_lost": engines, "supervisor": self._supervisor},
-                data_parallel_rank=rank,
-            )
+            await self._tell({"engines_lost": engines, "supervisor": self._supervisor}, rank)
+
+    async def _tell(self, params: dict[str, Any], rank: int) -> None:
+        """Give a rank's connector parameters of a request that vLLM rejects at once."""
+        name = f"tandem-{uuid.uuid4().hex}"
+        await self._llm.notify_kv_transfer_request_rejected(name, params, data_parallel_rank=rank)
 
     def load(self) -> dict[str, float]:
         return self._load.read(self._llm) if self._load is not None else {}

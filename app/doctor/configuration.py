@@ -174,14 +174,9 @@ def _kernels(settings: ServiceSettings, role: RoleName) -> Finding:
             "change `model` or the engine's arguments",
         )
     backend = arguments.attention_backend or arguments.attention_config.backend
-    from actors.upstream.cpu_build.vllm_cpu_kernels import cache_problem, cpu_features, experts_problem, model_problem
+    from actors.upstream.cpu_build.vllm_cpu_kernels import engine_problem
 
-    features = cpu_features()
-    problem = (
-        model_problem(model, backend, features)
-        or cache_problem(arguments.kv_cache_dtype, features)
-        or experts_problem(model, arguments)
-    )
+    problem = engine_problem(model, backend, arguments.kv_cache_dtype, arguments)
     if problem is not None:
         return Finding("kernels", f"{role}: {problem.reason}", problem.remedy)
     return Finding("kernels", f"{role}: vLLM's CPU kernels run the model in {str(model.dtype).removeprefix('torch.')}")

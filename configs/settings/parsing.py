@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -10,6 +10,8 @@ from configs.settings.base import SettingsError
 from configs.settings.router import RouterLimits, RouterSettings
 from configs.settings.scaling import ScalingSettings
 from configs.settings.service import ModelSettings, ServiceSettings
+
+M = TypeVar("M", bound=BaseModel)
 
 _SECRETS = frozenset({"secret", "auth"})
 """Keys below which an error message must not quote the value."""
@@ -20,10 +22,7 @@ def parse_settings(args: dict[str, Any]) -> ServiceSettings:
 
     Raises SettingsError with one line per error.
     """
-    try:
-        return ServiceSettings.model_validate(args)
-    except ValidationError as error:
-        raise _settings_error(error, ServiceSettings) from None
+    return _parsed(ServiceSettings, args)
 
 
 def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
@@ -31,10 +30,7 @@ def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
 
     Raises SettingsError with one line per error.
     """
-    try:
-        return ScalingSettings.model_validate(policy_kwargs)
-    except ValidationError as error:
-        raise _settings_error(error, ScalingSettings) from None
+    return _parsed(ScalingSettings, policy_kwargs)
 
 
 def changed_limits(built: RouterLimits, user_config: Any) -> RouterLimits:
@@ -53,18 +49,16 @@ def changed_limits(built: RouterLimits, user_config: Any) -> RouterLimits:
     merged = built.model_dump() | user_config
     if isinstance(routing, dict):
         merged["routing"] = built.routing.model_dump() | routing
+    return _parsed(RouterLimits, merged)
+
+
+def _parsed(model: type[M], given: Any) -> M:
+    """Raises SettingsError with one line per error."""
     try:
-        return RouterLimits.model_validate(merged)
+        return model.model_validate(given)
     except ValidationError as error:
-        raise _settings_error(error, RouterLimits) from None
-
-
-def _settings_error(error: ValidationError, model: type[BaseModel]) -> SettingsError:
-    lines = []
-    for problem in error.errors():
-        where = ".".join(map(str, problem["loc"]))
-        lines.append(f"{where}: {_advice(problem, model)}" if where else _advice(problem, model))
-    return SettingsError("\n".join(lines))
+        found = [(".".join(map(str, one["loc"])), _advice(one, model)) for one in error.errors()]
+        raise SettingsError("\n".join(f"{where}: {advice}" if where else advice for where, advice in found)) from None
 
 
 def _advice(problem: Any, model: type[BaseModel]) -> str:

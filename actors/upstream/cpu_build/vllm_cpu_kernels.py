@@ -96,6 +96,15 @@ def adapter_problem(slots: int, adapters: int) -> KernelProblem | None:
     )
 
 
+def engine_problem(model: "ModelConfig", backend: Any, cache_dtype: str, parallel: Any) -> KernelProblem | None:
+    features = cpu_features()
+    return (
+        model_problem(model, backend, features)
+        or cache_problem(cache_dtype, features)
+        or experts_problem(model, parallel)
+    )
+
+
 def layers_of(text_config: Any, mla: bool) -> Layers:
     model_type = str(getattr(text_config, "model_type", ""))
     linear = "linear_attention" in (getattr(text_config, "layer_types", None) or ())

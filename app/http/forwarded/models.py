@@ -94,7 +94,7 @@ class AdapterEndpoints:
         except AdapterError as error:
             return JSONResponse(error.body, status_code=error.status)
         except AdapterNameError as error:
-            return error_response(_invalid(str(error)), limits.retry_after_s)
+            return error_response(InvalidAdapterError(str(error)), limits.retry_after_s)
         except Exception as error:
             if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
                 logger.exception("cannot load or unload an adapter; the client gets HTTP 500")
@@ -103,14 +103,14 @@ class AdapterEndpoints:
     async def _load(self, body: dict[str, Any]) -> str:
         name, path = _text(body, "lora_name"), _text(body, "lora_path", MAX_PATH_CHARACTERS)
         if not name or not path:
-            raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
+            raise InvalidAdapterError("Both 'lora_name' and 'lora_path' must be provided.")
         if body.get("load_inplace"):
-            raise _invalid(
+            raise InvalidAdapterError(
                 "load_inplace is not supported: two engines would have different weights of one name for a moment. "
                 "Unload the adapter and load it from another path"
             )
         if any(name in one.names for one in self._router.models):
-            raise _invalid(f"The lora adapter '{name}' conflicts with a served base model.")
+            raise InvalidAdapterError(f"The lora adapter '{name}' conflicts with a served base model.")
         model = self._model(_text(body, "base_model_name"))
         await self._router.adapters.load(model, name, path, body.get("is_3d_lora_weight") is True)
         logger.info("loaded adapter %s from %s", name, path)
@@ -119,7 +119,7 @@ class AdapterEndpoints:
     async def _unload(self, body: dict[str, Any]) -> str:
         name = _text(body, "lora_name")
         if not name:
-            raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
+            raise InvalidAdapterError("'lora_name' needs to be provided to unload a LoRA adapter.")
         base = _text(body, "base_model_name")
         model = self._model(base) if base or len(self._router.models) == 1 else None
         model = model or await self._router.adapters.model_of(name)
@@ -143,7 +143,7 @@ class AdapterEndpoints:
             return models[0]
         if not name:
             names = ", ".join(one.names[0] for one in models)
-            raise _invalid(f"'base_model_name' must be one of the models: {names}")
+            raise InvalidAdapterError(f"'base_model_name' must be one of the models: {names}")
         found = next((one for one in models if name in one.names or not one.names), None)
         if found is None:
             raise BadRequestError(f"The model `{name}` does not exist.", "base_model_name", HTTPStatus.NOT_FOUND)
@@ -156,10 +156,6 @@ class InvalidAdapterError(BadRequestError):
     """An invalid request to load or unload an adapter; its error has the `type` of vLLM's."""
 
     kind = "InvalidUserInput"
-
-
-def _invalid(message: str) -> InvalidAdapterError:
-    return InvalidAdapterError(message)
 
 
 def _not_allowed(names: Sequence[str]) -> BadRequestError:
