@@ -94,7 +94,7 @@ class PrefillEngine(Prefill):
 
 async def waits(_: PrefillEngine) -> AsyncGenerator[Any, None]:
     """Yield the notices only: the prompt waits."""
-    for nothing in ():
+    for nothing in list[Any]():
         yield nothing
 
 
