@@ -93,8 +93,8 @@ class PrefillEngine(Prefill):
 
 async def waits(_: PrefillEngine) -> AsyncGenerator[Any, None]:
     """Yield the notices only: the prompt waits."""
-    for nothing in ():
-        yield nothing
+    return
+    yield
 
 
 async def computes(engine: PrefillEngine) -> AsyncGenerator[Any, None]:
