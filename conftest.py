@@ -32,7 +32,7 @@ TWO_RANKS = ("tests/e2e/pair/", "tests/e2e/test_families.py")
 such engines on two cores take twice the processor time. These tests run one after the other.
 """
 
-WAITING = ("tests/actors/router/test_stop_order.py", "tests/app/test_deployment_options.py")
+WAITING = ("tests/actors/router/test_router.py", "tests/app/test_deployment_options.py")
 """Tests that wait more than they compute, so they run beside those that start engines."""
 
 LONG = ("tests/app/http/test_http_server.py", "tests/fuzz/")

@@ -96,6 +96,28 @@ def test_whole_engines(need, current, settled):
     assert settle(need, Bounds(0, 8, current), EVEN) == settled
 
 
+@pytest.mark.parametrize(
+    ("wanted", "prefill_bounds", "decode_bounds", "decided"),
+    [
+        ((2, 2), (1, 8), (1, 8), (2, 2)),
+        ((8, 1), (1, 8), (1, 8), (8, 2)),  # at most 4 to 1
+        ((1, 8), (1, 8), (1, 8), (2, 8)),  # at least 1 to 4
+        ((9, 1), (1, 16), (1, 8), (9, 3)),  # 9 / 4, rounded up
+        ((1, 9), (1, 8), (1, 16), (3, 9)),
+        # decode cannot follow: more prefill engines would be idle
+        ((8, 1), (1, 8), (1, 1), (4, 1)),
+        ((1, 8), (1, 1), (1, 8), (1, 4)),
+        ((8, 1), (6, 8), (1, 1), (6, 1)),  # the lower bound takes precedence
+    ],
+)
+def test_the_ratio_is_kept(wanted, prefill_bounds, decode_bounds, decided):
+    """The role below its ratio is raised; if its bounds prevent that, the other is limited."""
+    p_wanted, d_wanted = wanted
+    (p_least, p_most), (d_least, d_most) = prefill_bounds, decode_bounds
+    prefill, decode = Bounds(p_least, p_most, p_wanted), Bounds(d_least, d_most, d_wanted)
+    assert together(p_wanted, d_wanted, prefill, decode, EVEN) == decided
+
+
 engines = st.integers(1, 40)
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from actors.engine.engine_actor import Decode
+from actors.engine.engine_actor import Decode, EngineActor, Prefill
 from actors.engine.moves import AT_ONCE, MOVES_S, move_streams
 from actors.engine_pool.engines import publish, replicas_of
 from actors.engine_pool.slots import EngineReplica, SlotPool, SlotRequest
 from actors.rpc.address import RpcAddress
-from actors.rpc.server import replica_metadata
+from actors.rpc.server import RpcServer, replica_metadata
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -79,6 +79,36 @@ async def test_streams_that_do_not_end_do_not_keep_others_from_moving() -> None:
     await asyncio.sleep(MOVES_S + 1)
     moving.cancel()
     assert engine.told == sorted(streams, reverse=True)
+
+
+@pytest.mark.parametrize("role", [Decode, Prefill])
+async def test_an_operator_drains_an_engine_and_resumes_it(role: type[EngineActor]) -> None:
+    """A drained engine refuses calls as a full one does: routers ask it again."""
+    server = RpcServer(cast("Any", None), 1)
+
+    class Replica(role):  # type: ignore[misc, valid-type]
+        replica, _rpc_servers = "r", (server,)
+
+        def __init__(self) -> None:
+            """Start no engine."""
+
+        def __del__(self) -> None:
+            """Replace Serve's hook."""
+
+    async def refusal() -> str | None:
+        failure = await server._refusal()  # noqa: SLF001
+        return None if failure is None else failure.kind
+
+    replica = Replica()
+    found = [(await refusal(), await replica.record_routing_stats())]
+    for on in (True, False, True):
+        told = await replica.drain(on)
+        assert told == {"role": role.role, "replica": "r", "drained": on, "ongoing": 0}
+        found.append((await refusal(), await replica.record_routing_stats()))
+    assert found == [(None, {}), ("full", {"drained": True})] * 2
+    await server.drain()
+    await replica.drain(False)
+    assert await refusal() == "leaving"
 
 
 def engines(**of: dict[str, Any]) -> dict[str, EngineReplica]:

@@ -1,19 +1,16 @@
-"""Routers and engines under Serve: those that stop or are drained, and routers that know others."""
+"""Engines that stop or are drained, under Serve: requests that still arrive are served."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import ray
-from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
@@ -21,9 +18,7 @@ from actors.engine.engine_actor import Decode
 from actors.engine.pair_warmup import PeerReplicas
 from actors.engine_pool.serve_discovery import DiscoveryRouter
 from actors.request import Call, ResponseStart
-from actors.router.peer_routers import STATUS_AGE_S
 from app.http.http_server import SERVICE_PATH
-from app.http.routes import OPEN_AGE_S
 from app.main import DRAIN_POLL_S, DeployedModel, router_deployment
 from configs.settings.base import RoleName
 from configs.settings.deployment import RoleSettings
@@ -64,9 +59,9 @@ async def nothing() -> None:
     """Do nothing: there is no engine to end or to check."""
 
 
-@contextmanager
-def running(routers: int) -> Iterator[int]:
-    """Run the service; yield the routers' port."""
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Run the service; yield the router's port."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(address="local", namespace="serve", include_dashboard=False, num_cpus=4, log_to_driver=False)
     try:
@@ -79,11 +74,7 @@ def running(routers: int) -> Iterator[int]:
             graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         )
         settings = RouterSettings(
-            http_port=free_port(),
-            leave_s=LEAVE_S,
-            access_log=False,
-            replicas=routers,
-            routing=RoutingSettings(policy="never_remote"),
+            http_port=free_port(), leave_s=LEAVE_S, access_log=False, routing=RoutingSettings(policy="never_remote")
         )
         engines = (
             actor.options(name=role.capitalize(), num_replicas=replicas).bind(role)
@@ -95,18 +86,6 @@ def running(routers: int) -> Iterator[int]:
     finally:
         serve.shutdown()
         ray.shutdown()
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    with running(routers=1) as port:
-        yield port
-
-
-@pytest.fixture
-def port_of_two() -> Iterator[int]:
-    with running(routers=2) as port:
-        yield port
 
 
 async def test_a_deleted_service_serves_what_its_router_receives(port: int) -> None:
@@ -160,54 +139,3 @@ async def test_all_learn_that_an_engine_is_drained(port: int) -> None:
         assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         assert (await http.delete(f"/tandem/drain/{first}")).json()["drained"] is False
         await settles(first, all_accept=True)
-
-
-def answered(exposition: str) -> dict[str, float]:
-    """Return the number of successful requests of each router replica."""
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(exposition):
-        for sample in family.samples:
-            if sample.name == "tandem_requests_total" and sample.labels["status"] == "200":
-                replica = sample.labels["replica"]
-                found[replica] = found.get(replica, 0.0) + sample.value
-    return found
-
-
-async def test_whichever_router_answers_it_tells_of_all(port_of_two: int) -> None:
-    """The first query of peers does not wait for Serve's controller. Then all answers are equal.
-
-    A new controller takes each live replica for a running one, also one that its predecessor has
-    told to stop: the replica's health check fails.
-    """
-
-    async def ask(path: str, **options: Any) -> httpx.Response:
-        """On a new connection, which either router may accept."""
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_of_two}", timeout=60) as http:
-            return await http.request("POST" if options else "GET", path, **options)
-
-    while (await ask(SERVICE_PATH)).status_code != 200:  # noqa: ASYNC110 - no event
-        await asyncio.sleep(0.05)
-    pid = ray.get(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve").get_pid.remote())
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        assert [(await ask(path)).status_code for path in ("/metrics", "/tandem/status")] == [200, 200]
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    replies = [await ask("/v1/completions", json={"prompt": "a"}) for _ in range(24)]
-    assert {reply.status_code for reply in replies} == {200}
-    await asyncio.sleep(max(OPEN_AGE_S, STATUS_AGE_S))  # routers return cached responses for this time
-    counts = [answered((await ask("/metrics")).text) for _ in range(12)]
-    assert (len(counts[0]), sum(counts[0].values())) == (2, 24)
-    assert counts == counts[:1] * 12
-    told = [(await ask("/tandem/status")).json() for _ in range(12)]
-    assert [{one["replica"] for one in each["routers"]} for each in told] == [counts[0].keys()] * 12
-    assert [[one["role"] for one in each["engines"]] for each in told] == [["prefill", "decode", "decode"]] * 12
-    recent = [[one["request_id"] for one in each["recent"]] for each in told]
-    assert recent == recent[:1] * 12
-    assert len(set(recent[0])) == 24
-    names = (one["name"] for one in ray.util.list_named_actors(all_namespaces=True))
-    router = ray.get_actor(next(one for one in names if f"{APPLICATION}#Router" in one), namespace="serve")
-    await router.initialize_and_get_metadata.remote()
-    await router.perform_graceful_shutdown.remote()
-    with pytest.raises(RuntimeError, match="this router is stopping"):
-        await router.initialize_and_get_metadata.remote()
