@@ -245,6 +245,19 @@ def test_a_disk_full_of_other_files_keeps_most_objects(tmp_path: Path) -> None:
 # ---- the usage file ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "data", [None, b"", b"garbage", bytes(40), bytes(range(40, 80))], ids=["gone", "empty", "short", "zeros", "other"]
+)
+def test_a_damaged_usage_file_is_counted_again(tier: FolderTier, data: bytes | None) -> None:
+    for number in range(5):
+        write(tier, number)
+    if data is None:
+        (tier.path / "usage").unlink()
+    else:
+        (tier.path / "usage").write_bytes(data)
+    assert tier.used_bytes(soon()) == disk_bytes(tier) == 5 * BLOCK
+
+
 def test_an_old_usage_file_is_corrected_by_the_next_start(tier: FolderTier) -> None:
     """The usage file has a wrong number with the right digest, as after a restore from a backup."""
     old = (tier.path / "usage").read_bytes()
@@ -255,6 +268,20 @@ def test_an_old_usage_file_is_corrected_by_the_next_start(tier: FolderTier) -> N
     again = FolderTier(tier.path, tier.budget_bytes)
     again.open()
     assert again.used_bytes(soon()) == 5 * BLOCK
+
+
+def test_a_closed_tier_opens_nothing_again(tier: FolderTier) -> None:
+    """Threads that return from a hanging disk find their tier closed.
+
+    The campaign found leaked descriptors.
+    """
+    write(tier, 1)
+    gc.collect()  # folders of earlier tests close with their last reference
+    descriptors = len(os.listdir("/proc/self/fd"))
+    tier.close()
+    with pytest.raises(StoreError, match="the store is closed"):
+        write(tier, 2)
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 3
 
 
 class Broken(Files):
@@ -300,6 +327,18 @@ def test_a_failed_write_of_the_usage_file_leaves_nothing(tier: FolderTier) -> No
     assert list((tier.path / "parts").iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert tier.used_bytes(soon()) == disk_bytes(tier) == BLOCK
+
+
+def test_nothing_is_written_below_the_mount_point_of_an_unmounted_disk(tier: FolderTier) -> None:
+    write(tier, 1)
+    tier.path.rename(tier.path.with_name("elsewhere"))
+    assert holds(tier, 1)
+    with pytest.raises(StoreError):
+        write(tier, 2)
+    tier.path.mkdir()
+    with pytest.raises(StoreError, match="replaced or unmounted"):
+        write(tier, 2)
+    assert list(tier.path.iterdir()) == []
 
 
 def test_foreign_files_among_the_models_take_only_their_bytes(tier: FolderTier) -> None:
