@@ -1,4 +1,4 @@
-"""The command `tandem`. Without Ray and vLLM, only `version`, `upgrade` and `drain` run."""
+"""The command `tandem`. Without Ray and vLLM, the commands of NEED_NOTHING and `version` run."""
 
 import argparse
 import sys
@@ -14,9 +14,12 @@ COMMANDS = {
     "config": ("app.show_config", "print a config file with every setting"),
     "upgrade": ("app.upgrade.__main__", "replace the pods of a service on Kubernetes without a gap"),
     "drain": ("app.drain", "empty one engine before its node is stopped"),
+    "audit": ("app.audit", "compare answers of a running service's pairs with one engine's"),
     "version": ("", "print the releases of Tandem, Python and the main libraries"),
 }
 """Module whose `main` runs each command, and its description."""
+
+NEED_NOTHING = ("upgrade", "drain", "audit")
 
 REQUIRED = {"ray": "pip install '.[serve]' in the checkout", "vllm": "install vLLM 0.32.0: docs/quickstart.md#packages"}
 """Module that most commands need, and how to install it."""
@@ -33,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"tandem {version('tandem')}, {environment()}")
         return 0
     for module, remedy in REQUIRED.items():
-        if chosen.command not in ("upgrade", "drain") and find_spec(module) is None:
+        if chosen.command not in NEED_NOTHING and find_spec(module) is None:
             print(f"tandem {chosen.command}: the module {module} is not installed; {remedy}", file=sys.stderr)
             return 1
     status: int = import_module(COMMANDS[chosen.command][0]).main(rest)

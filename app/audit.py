@@ -1,0 +1,161 @@
+"""Compare answers of a running service's pairs with one engine's: `tandem audit`.
+
+Digests prove that the KV of a prompt arrived unchanged, not that it was the right KV. This command
+sends prompts of random facts and compares the logprobs of each answer with those that one engine
+computes from prompt and answer in one prefill, without transferred or cached KV. Answers of decode
+alone show how much rounding may differ. If the service has API keys, `TANDEM_OPERATOR_KEYS` must
+begin with one of its operator keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+
+from configs.settings.auth import environment_operator_keys
+
+REQUEST_S = 300.0
+FACTOR = 3.0
+"""Limit for a pair's answer, as a multiple of the largest deviation of decode alone."""
+
+LEAST_LIMIT = 1e-3
+"""Lowest limit: such a deviation of the mean logprob changes no answer, but exceeds float32's."""
+
+
+class AuditError(Exception):
+    """The service could not be audited; the message says why."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens of a prompt and of its answer, the answer's logprobs, and the pair that computed them.
+
+    ``pair``  empty for an answer of decode alone
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    pair: str
+
+
+class Service:
+    def __init__(self, url: str, model: str | None, answer_tokens: int) -> None:
+        self._url = url
+        self._answer_tokens = answer_tokens
+        self._model = model or self._send("/v1/models", None)[0]["data"][0]["id"]
+
+    def answer(self, prompt: str, alone: bool = False) -> Answer:
+        """Return the answer of a pair, or with ``alone`` of decode without transferred KV."""
+        fields = {"max_tokens": self._answer_tokens, "logprobs": 0, "ignore_eos": True, "return_token_ids": True}
+        choice, headers = self._complete(prompt, fields | ({"prompt_logprobs": 0} if alone else {}))
+        chosen = json.loads(headers.get("x-tandem-decision", "{}")).get("chosen") or {}
+        pair = f"prefill {chosen.get('prefill', '?')} -> decode {chosen.get('decode', '?')}"
+        by_pair = headers.get("x-tandem-route") == "remote"
+        return Answer(
+            choice["prompt_token_ids"],
+            choice["token_ids"],
+            choice["logprobs"]["token_logprobs"],
+            pair if by_pair else "",
+        )
+
+    def score(self, answer: Answer) -> list[float]:
+        """Return one engine's logprobs of the answer; for them, vLLM reads no cached KV."""
+        whole = answer.prompt + answer.tokens
+        choice, _ = self._complete(whole, {"max_tokens": 1, "prompt_logprobs": 0})
+        scored = choice["prompt_logprobs"][len(answer.prompt) :]
+        return [one[str(token)]["logprob"] for one, token in zip(scored, answer.tokens, strict=True)]
+
+    def _complete(self, prompt: str | list[int], fields: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        answer, headers = self._send(
+            "/v1/completions", {"model": self._model, "prompt": prompt, "temperature": 0, **fields}
+        )
+        return answer["choices"][0], headers
+
+    def _send(self, path: str, body: dict[str, Any] | None) -> tuple[Any, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json", "x-tandem-explain": "1"}
+        for key in environment_operator_keys()[:1]:
+            headers["authorization"] = f"Bearer {key.get_secret_value()}"
+        try:
+            request = urllib.request.Request(self._url + path, data, headers)
+            with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
+                return json.load(answer), answer.headers
+        except HTTPError as error:
+            raise AuditError(f"HTTP {error.code}: {error.read().decode(errors='replace')[:300]}") from None
+        except (URLError, OSError, ValueError) as error:
+            raise AuditError(f"{self._url}: {error}") from None
+
+
+def deviation(own: Sequence[float], scored: Sequence[float]) -> float:
+    """Return the mean absolute difference of the logprobs of an answer's tokens."""
+    return sum(abs(a - b) for a, b in zip(own, scored, strict=True)) / len(own)
+
+
+def limit(controls: Iterable[float]) -> float:
+    """Return the largest deviation that rounding explains, given those of decode alone."""
+    return max(LEAST_LIMIT, FACTOR * max(controls))
+
+
+def facts(count: int, rng: random.Random) -> Iterator[str]:
+    """Yield prompts whose answers repeat facts from random places of the prompt."""
+    while True:
+        names = ["".join(rng.choice(letters) for letters in ("bdfgklmnprstvz", "aeiou") * 2) for _ in range(count)]
+        lines = [f"{name}={rng.randrange(1000):03d}" for name in names]
+        yield "\n".join((*lines, "", "The same list again:", f"{rng.choice(names)}="))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return 0 if all pairs agree with one engine, 1 if not, 2 if none could be compared."""
+    parser = argparse.ArgumentParser(prog="tandem audit", description=" ".join((__doc__ or "").split()))
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the service (http://127.0.0.1:8000)")
+    parser.add_argument("--model", help="name of the model (the first one that the service lists)")
+    parser.add_argument("--count", type=int, default=20, help="number of prompts (20)")
+    parser.add_argument("--facts", type=int, default=100, help="facts of a prompt, of 4 to 10 tokens each (100)")
+    parser.add_argument("--prompts", type=Path, help="send the lines of this file instead")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of an answer (48)")
+    options = parser.parse_args(argv)
+    try:
+        prompts = options.prompts.read_text().splitlines() if options.prompts else facts(options.facts, random.Random())
+        return compare(Service(options.url, options.model, options.tokens), prompts, options.count)
+    except (AuditError, OSError, KeyboardInterrupt) as error:
+        print(f"tandem audit: {error or 'interrupted'}", file=sys.stderr)
+        return 2
+
+
+def compare(service: Service, prompts: Iterable[str], count: int) -> int:
+    """Send at most ``count`` prompts, print what each pair deviates, and return the exit status."""
+    controls: list[float] = []
+    pairs: dict[str, list[float]] = {}
+    for _, prompt in zip(range(count), prompts, strict=False):
+        # The pair first: decode caches the prompt that it computes alone.
+        for answer in (service.answer(prompt), service.answer(prompt, alone=True)):
+            found = pairs.setdefault(answer.pair, []) if answer.pair else controls
+            found.append(deviation(answer.logprobs, service.score(answer)))
+    if not pairs:
+        raise AuditError(
+            "no answer came from a pair, so no transferred KV was compared: see the header x-tandem-local-reason"
+        )
+    most = limit(controls)
+    print(f"{len(controls)} answers of decode alone deviate by at most {max(controls):.1e}; limit {most:.1e}")
+    for pair, found in sorted(pairs.items()):
+        wrong = sum(one > most for one in found)
+        print(
+            f"{'WRONG' if wrong else 'ok   '} {pair}: {wrong} of {len(found)} answers above it, worst {max(found):.1e}"
+        )
+    if any(one > most for found in pairs.values() for one in found):
+        print("Drain the engines of a wrong pair (`tandem drain ENGINE`) and file an issue with this output.")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
