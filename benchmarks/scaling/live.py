@@ -46,7 +46,8 @@ CONFIG = {
     "look_back_period_s": 15.0,
 }
 OURS = Policy("together", {"policy_function": POLICY, "policy_kwargs": {"tpot_s": 0.25}})
-ENGINE = {"max_num_seqs": 32, "scheduler_cls": "benchmarks.scaling.paced.PacedScheduler"}
+SEQUENCES = 32
+ENGINE = {"max_num_seqs": SEQUENCES, "scheduler_cls": "benchmarks.scaling.paced.PacedScheduler"}
 MOST_TOKENS = 1900
 RATE, TOKENS = 0.75, 13
 STEP_S, WINDOW_S, POLL_S = 0.05, 10.0, 0.5
@@ -54,7 +55,6 @@ TRACES = {"shift": (10.0, 3600.0, (1800.0,)), "bursts": (5.0, 1800.0, (300.0, 60
 """By load: how many times faster, its length before that, and when the offered load changes."""
 LIMIT = 0.15
 SCALING = re.compile(r"scaling Deployment\(name='(\w+)', app='tandem'\) from \d+ to (\d+) replicas")
-STARTED = re.compile(r"started successfully on node '\w+' after ([\d.]+)s")
 
 
 @dataclass
@@ -75,6 +75,17 @@ class Counts:
         windows = np.digitize(self.at_s, np.arange(WINDOW_S, seconds, WINDOW_S))
         counts = np.array(self.ready[role])
         return [float(counts[windows == one].mean()) for one in range(int(seconds / WINDOW_S))]
+
+    def starts(self) -> list[float]:
+        """Return the times from a request of more replicas until they are ready."""
+        found = []
+        for role in ROLES:
+            for begin, (before, wanted) in enumerate(pairwise(self.requested[role]), 1):
+                later = zip(self.at_s[begin:], self.ready[role][begin:], strict=True)
+                there = (at_s for at_s, count in later if count >= wanted)
+                if wanted > before and (at_s := next(there, None)) is not None:
+                    found.append(at_s - self.at_s[begin])
+        return found
 
     def returns(self, changes: Iterable[float]) -> int:
         phases = np.digitize(self.at_s, list(changes))
@@ -137,7 +148,7 @@ class Client:
         one = (await self.ask(20, 30))[1]
         eight = statistics.median(tpot for _, tpot in await asyncio.gather(*(self.ask(20, 60) for _ in range(8))))
         rate, sequence_s = (MOST_TOKENS - 100) / (long - short), (eight - one) / 7
-        places = 2 * int(ENGINE["max_num_seqs"])
+        places = 2 * SEQUENCES
         return Machine(
             rate, one - sequence_s, sequence_s, handover_s=max(short - 100 / rate - one, 0.0),
             prefill_places=places, decode_places=places,
@@ -174,8 +185,7 @@ async def measure(load: Load, service: ServiceProcess) -> tuple[list[tuple[float
         machine = await client.machine()
         print(machine, flush=True)
         times, counts = await client.play(load, service)
-    starts = [float(one) for one in STARTED.findall(service.log)][2:]
-    return times, counts, replace(machine, start_s=statistics.median(starts or [machine.start_s]))
+    return times, counts, replace(machine, start_s=statistics.median(counts.starts() or [machine.start_s]))
 
 
 def simulate(load: Load, machine: Machine) -> tuple[list[tuple[float, float]], Counts]:

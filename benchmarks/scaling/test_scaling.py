@@ -150,6 +150,14 @@ def test_replicas_that_return(requested: list[int], changes: tuple[float, ...], 
     assert counts.returns(changes) == returns
 
 
+def test_the_time_of_a_start():
+    """Two replicas are requested at 1 s, and ready at 4 s."""
+    counts = Counts()
+    for at_s, (ready, requested) in enumerate([(1, 1), (1, 3), (1, 3), (2, 3), (3, 3)]):
+        counts.add(at_s, {"Prefill": ready, "Decode": 1}, {"Prefill": requested, "Decode": 1})
+    assert counts.starts() == [3.0]
+
+
 def test_a_load_for_small_engines_keeps_its_shape():
     """Half of 600 s, 5 times faster, with 3/4 of the rate and tokens divided by 13."""
     load = live(Load("", "", 600.0, tuple(Arrival(at_s / 10, 1300, 130) for at_s in range(6000))), 5.0, 300.0)
