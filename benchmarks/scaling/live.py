@@ -202,7 +202,7 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     faster, seconds, changes = TRACES[name]
     load = live({one.name: one for one in synthetic(1)}[name], faster, seconds)
     roles = {"replicas": CONFIG, "num_cpus": 0.1}
-    path = write_config("local.yaml", folder, engine=ENGINE, prefill=roles, decode=roles)
+    path = write_config("local.yaml", folder, served_model_name="demo", engine=ENGINE, prefill=roles, decode=roles)
     config = yaml.safe_load(path.read_text())
     config["applications"][0]["autoscaling_policy"] = OURS.application
     path.write_text(yaml.safe_dump(config))
