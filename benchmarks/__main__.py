@@ -37,6 +37,7 @@ store           benchmarks.store                   the KV store: restarts, conve
 store-choice    benchmarks.store_choice            the store's choices over links and disks (root)
 routing         benchmarks.routing.compare         routing policies and an oracle, simulated
 scaling         benchmarks.scaling.compare         autoscaling policies, simulated; TRACES=file.csv
+autoscaling-live benchmarks.scaling.live            autoscaling of real, paced engines, beside the simulation
 demo-model      benchmarks.demo_model.evaluate     the demo model's recall on held-out prompts
 sensitivity     benchmarks.demo_model.sensitivity  whether damaged KV makes its answers wrong
 train           benchmarks.demo_model.train        train the demo model: OUT=folder

@@ -92,14 +92,16 @@ class Fleet(Generic[ReplicaT]):
 class Simulation:
     """A load replayed against two fleets under one policy."""
 
-    def __init__(self, load: Load, policy: Policy, config: Mapping[str, Any], machine: Machine = MACHINE) -> None:
-        self._load, self._clock = load, Clock()
+    def __init__(
+        self, load: Load, policy: Policy, config: Mapping[str, Any], machine: Machine = MACHINE, step_s: float = STEP_S
+    ) -> None:
+        self._load, self._clock, self._step_s = load, Clock(), step_s
         with simulated_time(self._clock):
             self._autoscaler = Autoscaler(policy, config, self._clock)
         fewest = config["min_replicas"]
         self.prefill = Fleet("Prefill", PrefillReplica, machine, machine.prefill_places, fewest)
         self.decode = Fleet("Decode", DecodeReplica, machine, machine.decode_places, fewest)
-        self._requests: list[Request] = []
+        self.requests: list[Request] = []
         self._queue: deque[Request] = deque()
 
     def play(self) -> Outcome:
@@ -113,22 +115,22 @@ class Simulation:
         arrivals = deque(self._load.arrivals)
         steps, ended = 0, 0
         with simulated_time(self._clock):
-            while arrivals or ended < len(self._requests):
+            while arrivals or ended < len(self.requests):
                 steps += 1
-                now_s = self._clock.now_s = steps * STEP_S
+                now_s = self._clock.now_s = steps * self._step_s
                 if now_s > self._load.duration_s + HOUR_S:
                     break
                 while arrivals and arrivals[0].at_s <= now_s:
                     request = Request(arrivals.popleft())
-                    self._requests.append(request)
+                    self.requests.append(request)
                     self._queue.append(request)
                 self._dispatch(now_s)
                 for prefill in self.prefill.replicas:
                     prefill.step(now_s)
                 for decode in self.decode.replicas:
-                    ended += len(decode.step(now_s, STEP_S))
+                    ended += len(decode.step(now_s, self._step_s))
                 for fleet in (self.prefill, self.decode):
-                    fleet.pay(STEP_S)
+                    fleet.pay(self._step_s)
                 self._serve(steps, now_s)
                 yield now_s
 
@@ -146,7 +148,7 @@ class Simulation:
         fleets: tuple[Fleet[Any], ...] = (self.prefill, self.decode)
         for fleet in fleets:
             running = [one.number for one in fleet.ready(now_s)]
-            if _due(steps, scaler.record_every_s):
+            if self._due(steps, scaler.record_every_s):
                 ready = fleet.ready(now_s)
                 scaler.record(
                     fleet.role,
@@ -154,21 +156,24 @@ class Simulation:
                     {one.number: one.ongoing for one in ready},
                     {one.number: one.stats(now_s) for one in ready},
                 )
-            if _due(steps, scaler.push_every_s):
+            if self._due(steps, scaler.push_every_s):
                 scaler.push(fleet.role, running)
-            elif _due(steps, DECIDE_EVERY_S):
+            elif self._due(steps, DECIDE_EVERY_S):
                 scaler.knows(fleet.role, running)
-        if _due(steps, DECIDE_EVERY_S):
+        if self._due(steps, DECIDE_EVERY_S):
             decided = scaler.decide({fleet.role: fleet.target for fleet in fleets})
             for fleet in fleets:
                 fleet.scale(decided[fleet.role], now_s)
 
+    def _due(self, steps: int, every_s: float) -> bool:
+        return steps % round(every_s / self._step_s) == 0
+
     def outcome(self) -> Outcome:
-        ttft = np.array([one.ttft_s for one in self._requests])
-        tpot = np.array([one.tpot_s for one in self._requests])
+        ttft = np.array([one.ttft_s for one in self.requests])
+        tpot = np.array([one.tpot_s for one in self.requests])
         in_time, fast = ttft <= OBJECTIVE.ttft_s, tpot <= OBJECTIVE.tpot_s
         return Outcome(
-            requests=len(self._requests),
+            requests=len(self.requests),
             ttft_attained=float(in_time.mean()),
             tpot_attained=float(fast.mean()),
             attained=float((in_time & fast).mean()),
@@ -183,7 +188,3 @@ class Simulation:
 
 def _percentile(values: Sequence[float] | np.ndarray, which: float) -> float:
     return float(np.percentile(values, which, method="higher"))
-
-
-def _due(steps: int, every_s: float) -> bool:
-    return steps % round(every_s / STEP_S) == 0

@@ -8,6 +8,7 @@ import pytest
 from actors.autoscaling.policy import POLICY
 from benchmarks.scaling.autoscaler import Autoscaler, Clock, Policy, simulated_time
 from benchmarks.scaling.engines import DecodeReplica, Machine, PrefillReplica, Request
+from benchmarks.scaling.live import Counts, live
 from benchmarks.scaling.loads import Arrival, Load, from_file, synthetic
 from benchmarks.scaling.simulation import STEP_S, Fleet, Simulation
 
@@ -131,3 +132,35 @@ def test_a_recorded_load(tmp_path: Path):
     last = from_file(file).arrivals[1]
     assert (last.prompt_tokens, last.answer_tokens) == (396, 109)
     assert last.at_s == pytest.approx(4.314579, abs=STEP_S / 1000)
+
+
+@pytest.mark.parametrize(
+    ("requested", "changes", "returns"),
+    [
+        ([1, 2, 3, 3, 2, 1], (), 0),
+        ([3, 2, 2, 3, 2, 3], (), 2),
+        ([3, 2, 2, 3, 3, 3], (2.5,), 0),  # another load
+    ],
+)
+def test_replicas_that_return(requested: list[int], changes: tuple[float, ...], returns: int):
+    """A replica returns if its role was smaller before, under the same load."""
+    counts = Counts()
+    for at_s, count in enumerate(requested):
+        counts.add(at_s, {"Prefill": 1, "Decode": 1}, {"Prefill": 1, "Decode": count})
+    assert counts.returns(changes) == returns
+
+
+def test_the_time_of_a_start():
+    """Two replicas are requested at 1 s, and ready at 4 s."""
+    counts = Counts()
+    for at_s, (ready, requested) in enumerate([(1, 1), (1, 3), (1, 3), (2, 3), (3, 3)]):
+        counts.add(at_s, {"Prefill": ready, "Decode": 1}, {"Prefill": requested, "Decode": 1})
+    assert counts.starts() == [3.0]
+
+
+def test_a_load_for_small_engines_keeps_its_shape():
+    """Half of 600 s, 5 times faster, with 3/4 of the rate and tokens divided by 13."""
+    load = live(Load("", "", 600.0, tuple(Arrival(at_s / 10, 1300, 130) for at_s in range(6000))), 5.0, 300.0)
+    assert load.duration_s == 60.0
+    assert len(load.arrivals) == pytest.approx(450, rel=0.1)
+    assert {(one.prompt_tokens, one.answer_tokens) for one in load.arrivals} == {(100, 10)}
