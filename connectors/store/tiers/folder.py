@@ -279,6 +279,7 @@ class FolderTier:
         if the clock was set back: known times may then be in the future. Raises StoreError after
         ``deadline``, and OSError.
         """
+        self._opened()
         freed_bytes = 0
         if _clock_offset_ns() < self._clock_offset_ns - _PERIOD_NS:
             self._usage.recount()
