@@ -90,7 +90,9 @@ class Service:
             with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
                 return json.load(answer), answer.headers
         except HTTPError as error:
-            raise AuditError(f"HTTP {error.code}: {error.read().decode(errors='replace')[:300]}") from None
+            raise AuditError(
+                f"{self._url}{path}: HTTP {error.code}: {error.read().decode(errors='replace')[:300]}"
+            ) from None
         except (URLError, OSError, ValueError) as error:
             raise AuditError(f"{self._url}: {error}") from None
 
@@ -142,7 +144,8 @@ def compare(service: Service, prompts: Iterable[str], count: int) -> int:
             found.append(deviation(answer.logprobs, service.score(answer)))
     if not pairs:
         raise AuditError(
-            "no answer came from a pair, so no transferred KV was compared: see the header x-tandem-local-reason"
+            "no prefill-decode pair answered, so no transferred KV was compared: the response header "
+            "x-tandem-local-reason says why"
         )
     most = limit(controls)
     print(f"{len(controls)} answers of decode alone deviate by at most {max(controls):.1e}; limit {most:.1e}")

@@ -335,7 +335,7 @@ class VllmEngine:
             await self._tell({"engines_lost": engines, "supervisor": self._supervisor}, rank)
 
     async def _tell(self, params: dict[str, Any], rank: int) -> None:
-        """Give a rank's connector parameters of a request that vLLM rejects at once."""
+        """Send `params` to the connector of `rank`, in a request that vLLM rejects at once."""
         name = f"tandem-{uuid.uuid4().hex}"
         await self._llm.notify_kv_transfer_request_rejected(name, params, data_parallel_rank=rank)
 

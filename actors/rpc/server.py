@@ -55,7 +55,7 @@ MOST_ROUTERS = 64
 
 
 HANDED_BACK = object()
-"""Item with which an engine ends a call that another engine shall serve; it has sent no answer."""
+"""Item that ends a call before any answer, so that another engine serves it."""
 
 
 class RpcServer:

@@ -213,7 +213,7 @@ class ServerConnection(asyncio.Protocol):
         else:
             failure = task.result()
         if not stream.has_ended:
-            self.end(number, failure, lazy=task.cancelled())  # nobody waits for the end of a cancelled stream
+            self.end(number, failure, lazy=task.cancelled())  # the client ignores the end of a cancelled stream
 
     def _flush_soon(self, lazy: bool) -> None:
         """Schedule `_flush`, so that one frame has the items of all streams of an engine step.

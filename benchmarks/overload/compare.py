@@ -217,7 +217,7 @@ def main(
     write("overload_url" if url else "overload", {"seconds": seconds, "rate": rate, "patience": patience, **found})
     found.pop("burst")
     rows = list(found["tandem"].values())
-    peaks = accumulate((row["goodput"] for row in rows), max)  # overload prefers small requests: a late peak
+    peaks = accumulate((row["goodput"] for row in rows), max)  # admission may favor small requests: a late peak
     return failed(
         {
             "goodput below 95% of its peak": any(

@@ -64,7 +64,7 @@ def url() -> Iterator[str]:
     [
         ({"pair": 2e-2}, 0, "ok    prefill p-1 -> decode d-1: 0 of 3"),
         ({"pair": 4e-2}, 1, "WRONG prefill p-1 -> decode d-1: 3 of 3 answers above it, worst 2.0e-02"),
-        ({"route": "local"}, 2, "no answer came from a pair"),
+        ({"route": "local"}, 2, "no prefill-decode pair answered"),
         ({"status": 429}, 2, "HTTP 429"),
     ],
     ids=str,
