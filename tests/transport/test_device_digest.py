@@ -102,6 +102,16 @@ def test_a_stream_is_the_xxh3_of_its_sums_in_order() -> None:
     assert memory.new_stream().digest() == xxhash.xxh3_128_digest(b"")
 
 
+def test_every_change_of_one_bit_is_found() -> None:
+    """Keys are odd: every change of one word is detected."""
+    content = bytearray(np.random.default_rng(2).bytes(512))
+    before = sums_of(bytes(content))
+    for bit in range(8 * len(content)):
+        content[bit // 8] ^= 1 << bit % 8
+        assert sums_of(bytes(content)) != before
+        content[bit // 8] ^= 1 << bit % 8
+
+
 def test_what_both_ends_use_depends_on_both() -> None:
     """xxh3 between two hosts, sums if one end is an accelerator."""
     tensor = torch.zeros(64, dtype=torch.uint8)

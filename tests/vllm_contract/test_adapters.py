@@ -28,6 +28,7 @@ from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model import adapters
 from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, AdapterChanges, AdapterLoads, adapter_loads
+from connectors.vllm_hma.model.weights import digest_file
 from connectors.vllm_hma.orders import Chunk, Orders
 from connectors.vllm_hma.upstream.vllm_adapter_loads import watch_adapter_loads
 from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
@@ -36,7 +37,7 @@ from testing.adapters import ADAPTED, RANK, lora_adapter
 from tests.vllm_contract import scheduler_sides as sides
 from tests.vllm_contract.caches import cache_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import PROMPT, Host, matched, reserve
-from tests.vllm_contract.workers import EXPECT, FAILED, SENT, Worker, receive, results, until
+from tests.vllm_contract.workers import ARRIVED, EXPECT, FAILED, SENT, WHOLE, Worker, receive, results, until
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -160,6 +161,20 @@ def test_another_path_under_the_same_id(old: Path, new: Path) -> None:
     assert loads.identities == {Adapter(1, str(old)): UNKNOWN}, "files that change while they are read"
 
 
+def test_a_load_without_changes_reads_the_files_once(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a load in place, vLLM loads the adapter at every step."""
+    read: list[Path] = []
+
+    def counted(file: Path) -> str:
+        read.append(file)
+        return digest_file(file)
+
+    monkeypatch.setattr("connectors.vllm_hma.model.adapters.digest_file", counted)
+    engine = Engine()
+    assert engine.load(old) == engine.load(old) != UNKNOWN
+    assert len(read) == 2, "settings and weights"
+
+
 def test_files_that_vllm_cannot_load(tmp_path: Path, old: Path) -> None:
     """vLLM reports the error to the client; the weights in memory stay the ones before."""
     engine = Engine()
@@ -236,6 +251,21 @@ def test_prefill_does_not_send_kv_of_two_adapters(
     assert results(consumer) == FAILED
     assert results(producer) == ({"q"}, set(), set())
     assert (consumer.cache[5] == 0).all(), "nothing of the second step was written"
+
+
+def test_prefill_sends_kv_of_an_adapter_that_is_loaded_again(worker: Callable[..., Worker], old: Path) -> None:
+    """vLLM loads an evicted adapter again; the files have not changed."""
+    engine, producer, consumer = Engine(), worker("p"), worker("c")
+    engine.load(old)
+    claims, adapter = engine.claims(), Adapter(1, str(old))
+    producer.step(expects=[claims.expect(replace(EXPECT, adapter=adapter))])
+    engine.load(old)
+    assert (claims.take_outdated(), len(claims)) == (set(), 1)
+    producer.step(chunks=[WHOLE])
+    consumer.step(receives=[claims.receive(replace(receive(producer.address), adapter=adapter))])
+    assert results(consumer) == ARRIVED
+    claims.finished("q")
+    assert len(claims) == 0
 
 
 def with_adapter(scheduler: StoreScheduler, name: str) -> Request:

@@ -14,7 +14,12 @@ import pytest
 from connectors.errors import ConfigurationError
 from connectors.protocol.limits import TransferLimits
 from connectors.vllm_hma.config import parse_config, with_port_of_rank
-from connectors.vllm_hma.devices import has_rdma, rdma_ports
+from connectors.vllm_hma.devices import has_rdma, interface_of, rdma_ports
+
+
+def test_defaults_serve_one_machine() -> None:
+    config = parse_config({})
+    assert (config.side_channel_host, config.side_channel_port, config.reachable_host) == ("127.0.0.1", 0, "127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +117,12 @@ def test_engines_of_one_host_also_use_its_rdma_ports(tmp_path: Path, monkeypatch
     assert parse_config({}).net_devices == ("lo", "mlx5_0:1")
     assert has_rdma(tmp_path / "infiniband")
     assert not has_rdma(tmp_path / "none")
+
+
+def test_addresses_and_interfaces() -> None:
+    """Names and other hosts' addresses have no interface."""
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.7") is interface_of("localhost") is None
 
 
 def test_each_data_parallel_rank_has_its_own_port() -> None:

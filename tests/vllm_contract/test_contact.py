@@ -17,7 +17,7 @@ from connectors.errors import FailedWriteError, HandshakeError, PeerSecretError,
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.wire import Cancel, Envelope, Hello, Peer
+from connectors.protocol.wire import Cancel, Envelope, Hello, Peer, Welcome
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.handshake import handshaker, message_sender
 from connectors.vllm_hma.handshake.message_sender import agent_name
@@ -33,10 +33,12 @@ from tests.vllm_contract.workers import (
     ARRIVED,
     FAILED,
     IDENTITY,
+    LIMITS,
     Worker,
     compute,
     receive,
     results,
+    transfer,
     until,
 )
 
@@ -281,6 +283,18 @@ def test_a_connection_that_broke(worker: Make, monkeypatch: pytest.MonkeyPatch, 
     deliver(producer, consumer, "2")
 
 
+def test_an_offer_that_reaches_nobody_holds_no_blocks(worker: Make) -> None:
+    """The request is computed at once, without quarantine."""
+    producer, consumer = worker("p"), worker("c")
+    deliver(producer, consumer, "1")
+    consumer.transport.fabric.cut("p/0")
+    consumer.step(receives=[receive(producer.address, "lost", "lost")])
+    assert results(consumer, within_s=LIMITS.progress_s / 2) == (set(), {"lost"}, {"lost"})
+    assert consumer.runtime.counts()["quarantined"] == 0
+    consumer.transport.fabric.mend("p/0")
+    deliver(producer, consumer, "2")
+
+
 @pytest.mark.parametrize("part", ["notifications", "poll"])
 def test_deadlines_are_kept_whatever_fails_in_every_round(
     impatient: Make, part: str, monkeypatch: pytest.MonkeyPatch
@@ -323,6 +337,47 @@ def test_hellos_wait_in_bounded_number(worker: Make, monkeypatch: pytest.MonkeyP
     assert len(answered) == len(set(answered)) == handshaker.MAX_PENDING_HELLOS
     say_hello(producer, Peer("one more", 0))
     until(lambda: Peer("one more", 0) in answered)
+
+
+def test_a_hello_that_is_dropped_is_repeated(worker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer = worker("p"), worker("c")
+    hello_received = handshaker.Handshaker.hello_received
+    seen: list[Peer] = []
+
+    def drop_first(self: handshaker.Handshaker, sender: Peer, message: Hello) -> None:
+        if seen:
+            hello_received(self, sender, message)
+        seen.append(sender)
+
+    monkeypatch.setattr(handshaker.Handshaker, "hello_received", drop_first)
+    consumer.step(receives=[receive(producer.address)])
+    until(lambda: consumer.runtime.counts()["offered"] == 1)
+    assert seen == [CONSUMER] * 2
+
+
+def test_more_than_64_decode_engines_of_8_ranks_are_known_at_once(worker: Make) -> None:
+    producer, template = worker("p"), worker("c").agent_metadata
+    encoded = {}
+    for number in range(65 * 8):
+        transport = MemoryTransport(f"c{number}/0", producer.transport.fabric)
+        metadata = dataclasses.replace(template, incarnation=f"c{number}", transport_metadata=transport.metadata())
+        encoded[Peer(metadata.incarnation, 0)] = encode_agent_metadata(metadata)
+
+    def all_known() -> bool:
+        unknown = encoded.keys() - snapshot(producer.runtime).producer.consumers.keys()
+        for peer in unknown:
+            say_hello(producer, peer, encoded[peer])
+        return not unknown
+
+    until(all_known)
+
+
+def test_answers_that_nobody_waits_for_are_not_kept(worker: Make) -> None:
+    consumer = worker("c")
+    for number in range(1000):
+        frame = encode(Envelope(Peer(f"p{number}", 0), CONSUMER, Welcome()))
+        consumer.runtime.frame_received(f"p{number}/0", frame, 0.0)
+    assert not snapshot(consumer.runtime).handshaker.answers
 
 
 @pytest.mark.parametrize(
@@ -368,3 +423,8 @@ def test_an_engine_without_a_secret_says_so(
                 fetch_metadata("127.0.0.1", port, "p", 5.0)
     finally:
         scheduler.close()
+
+
+@pytest.mark.parametrize("secret", ["", SECRET])
+def test_peers_with_one_secret_exchange_kv(worker: Make, secret: str) -> None:
+    assert transfer(worker("p", secret=secret), worker("c", secret=secret)) == ARRIVED

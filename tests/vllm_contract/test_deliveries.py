@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, LayersComputed, StepFence, Steps
 from connectors.vllm_hma.worker_side.trace import Trace
 from testing.connector_state import snapshot
+from testing.trace import read_trace
 from tests.vllm_contract.workers import (
     ARRIVED,
     BLOCK_BYTES,
@@ -41,6 +43,7 @@ from tests.vllm_contract.workers import (
     Scripted,
     SlowFence,
     Worker,
+    both_ends,
     compute,
     let_go,
     live,
@@ -192,6 +195,43 @@ def test_a_preemption_waits_for_unposted_slices(
     producer.step(chunks=[WHOLE])
     assert results(consumer) == ARRIVED
     assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("memory", ["VRAM", "DRAM"])
+def test_a_post_from_a_device_is_polled_without_pauses(worker: Make, memory: str) -> None:
+    producer, _ = both_ends(worker, memory_kind=MemoryKind(memory, 0))
+    pauses = []
+    for posted_at in (float("inf"), float("-inf")):  # just now, long ago
+        producer.runtime._writes.posted_at = posted_at  # noqa: SLF001
+        pauses.append(producer.runtime._pause_s())  # noqa: SLF001
+    on_device = [runtime._SPIN_PAUSE_S, runtime._BUSY_S]  # noqa: SLF001
+    assert pauses == (on_device if memory == "VRAM" else [runtime._BUSY_S] * 2)  # noqa: SLF001
+
+
+def test_a_slow_write_is_logged_once(
+    worker: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each counts in the metric. Between host memories, no bandwidth is expected."""
+    monkeypatch.setattr(writes, "is_slow", lambda *_: True)
+    gpu, host, other = worker("gpu", memory_kind=VRAM), worker("host"), worker("other")
+    for number, (source, target) in enumerate([(gpu, host), (host, gpu), (gpu, host), (host, other)]):
+        assert transfer(source, target, str(number))[2] == set()
+    stats = gpu.runtime.stats(), host.runtime.stats()
+    assert [each and each.data["counts"]["writes"] for each in stats] == [{"slow": 2}, {"slow": 1, "done": 1}]
+    assert caplog.text.count("UCX probably copies it through host memory") == 2, "one a worker"
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "runs", "seconds", "slow"),
+    [
+        (2**30, 1024, 0.6, True),
+        (2**30, 1024, 0.5, False),
+        (2**30, 16_384, 0.6, False),  # posting takes the time
+        (2**25, 32, 9.0, False),  # too small
+    ],
+)
+def test_a_slow_write(size_bytes: int, runs: int, seconds: float, slow: bool) -> None:
+    assert writes.is_slow(size_bytes, runs, seconds) == slow
 
 
 # ---- layers of a step --------------------------------------------------------------------------
@@ -385,6 +425,24 @@ def test_a_trace_that_cannot_be_written(caplog: pytest.LogCaptureFixture) -> Non
         trace.event("sent", request=request)
     trace.close()
     assert caplog.text.count("cannot write to the trace file") == 1
+
+
+def test_a_trace_is_read_while_it_is_written(tmp_path: Path) -> None:
+    """An incomplete line, also of a killed process, is no event; the others are."""
+    path = tmp_path / "trace.jsonl"
+    trace = Trace(str(path), "engine", 0)
+    trace.event("receive", spans={"a": 1})
+    begun = path.stat().st_size
+    trace.event("received")
+    whole = path.read_bytes()
+
+    def names(data: bytes, from_byte: int = 0) -> list[str]:
+        path.write_bytes(data)
+        return [event["event"] for event in read_trace(path, from_byte)]
+
+    assert {tuple(names(whole[:length])) for length in range(begun, len(whole))} == {("receive",)}
+    assert names(whole[:-3] + whole) == ["receive", "received"]
+    assert names(whole[:-3] + whole, len(whole) - 3 + begun) == ["received"]
 
 
 # ---- threads and devices -----------------------------------------------------------------------

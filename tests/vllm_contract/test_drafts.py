@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 from app.demo.paths import MODEL_DIR
 from connectors.errors import ConfigurationError, UnsupportedCacheError
 from connectors.vllm_hma.connector import TandemConnector
-from connectors.vllm_hma.model.drafts import draft_identity
+from connectors.vllm_hma.model.drafts import draft_identity, reads_next_token
 from connectors.vllm_hma.model.translate import group_shapes, total_heads
 from connectors.vllm_hma.upstream.vllm_request_prompt import drop_last_token, sample_last_token
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, connector_config, full, vllm_config
@@ -85,6 +85,12 @@ def test_heads_of_a_layer_are_its_own_models(draft: Path) -> None:
     assert total_heads(own, target, one) == total_heads(eagle, target, one) == TARGET_HEADS
     assert total_heads(own, "draft_model.model.layers.0.self_attn.attn", one) == 1
     assert total_heads(eagle, after, one) == 1
+
+
+def test_only_eagle_reads_the_next_token(draft: Path) -> None:
+    assert reads_next_token(drafting(draft, "eagle"))
+    assert not reads_next_token(drafting(draft))
+    assert not reads_next_token(config(NGRAM))
 
 
 def test_the_prompts_last_token_is_the_one_sampled() -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,13 +26,14 @@ from vllm.v1.request import Request
 from connectors.codec import decode
 from connectors.errors import FailedWriteError
 from connectors.planning.layout import MemoryKind
-from connectors.protocol.wire import Cancel, Peer
+from connectors.protocol.wire import Alive, Cancel, Peer
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.handshake import probe
 from connectors.vllm_hma.handshake.processes import Liveness
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.orders import Chunk, Finished, Orders
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
+from connectors.vllm_hma.worker_side import runtime
 from connectors.vllm_hma.worker_side import worker as worker_side
 from testing.connector_state import snapshot
 from tests.campaigns.schedules import scheduling
@@ -45,6 +48,7 @@ from tests.vllm_contract.workers import (
     NOTHING,
     SENT,
     SHORT,
+    WHOLE,
     Clock,
     Scripted,
     SlowFence,
@@ -79,6 +83,18 @@ def count(worker: Worker, kind: type) -> list[int]:
 def fail_the_write(producer: Worker) -> None:
     scripted(producer).errors["poll", 0] = partial(FailedWriteError, "c/0", "parts may arrive")
     let_go(producer)
+
+
+def test_an_abort_while_the_last_write_is_in_flight(worker: Make) -> None:
+    """The transfer is aborted before a step may overwrite its blocks: no Fin."""
+    producer, consumer = both_ends(worker)
+    orders = Orders(finished=[Finished("q", False, "aborted")])
+    producer.runtime.before_forward(orders)
+    let_go(producer)
+    producer.runtime.after_forward(orders)
+    assert results(consumer) == FAILED
+    producer.step(expects=[dataclasses.replace(EXPECT, transfer_id="u")], finished=[Finished("q", False, "aborted")])
+    assert producer.runtime.counts()["live"] == 0, "a request that comes and goes between two steps"
 
 
 def test_a_write_that_hangs_is_no_sign_of_life(impatient: Make) -> None:
@@ -133,6 +149,23 @@ def test_an_engine_that_hangs_keeps_no_consumer_waiting(worker: Make) -> None:
     producer.step(chunks=[Chunk("q", ((1,),), 4)])
     assert results(consumer) == FAILED
     assert KEPT not in (consumer.runtime.report() or WorkerReport()).quarantine.begun
+
+
+def test_an_engine_that_steps_keeps_its_consumers(worker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the request waits, other requests' steps keep the heartbeat."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(runtime, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    producer, consumer = worker("p", limits=STEP), worker("c", limits=SHORT)
+    live(producer, consumer)
+    alive = count(producer, Alive)
+    for turn in range(30):  # more than six seconds on the clock of both workers
+        producer.step()
+        # More than alive_s: a sum of floats may round to slightly less.
+        now[0] += 1.1 * STEP.alive_s
+        until(lambda turn=turn: alive[0] > turn)  # type: ignore[misc]
+        assert consumer.runtime.results() == NOTHING
+    producer.step(chunks=[WHOLE])
+    assert results(consumer) == ARRIVED
 
 
 # ---- preemptions -------------------------------------------------------------------------------

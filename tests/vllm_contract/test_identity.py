@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.model.drafts import draft_identity
 from connectors.vllm_hma.model.identity import model_identity
-from connectors.vllm_hma.model.weights import digest_weights
+from connectors.vllm_hma.model.weights import begin_digests, digest_weights
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from tests.vllm_contract.caches import cache_config, connector_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import CACHE
@@ -79,6 +80,46 @@ def test_any_byte_of_the_weights_counts(model: Path, monkeypatch: pytest.MonkeyP
     assert model_identity(config(MODEL_DIR)) == before, "a copy elsewhere is the same model"
     flip_a_byte(model / "model.safetensors")
     assert model_identity(made).model != before.model
+
+
+def test_digests_are_begun_while_weights_load(model: Path, cache_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that asks later reads nothing; without a cache, nothing would be gained."""
+    whole = digest_weights(model)
+    shutil.rmtree(cache_root)
+    for thread in begin_digests(model):
+        thread.join()
+    monkeypatch.setattr(weights, "digest_file", lambda file: pytest.fail(f"{file} is read again"))
+    assert digest_weights(model) == whole
+    shutil.rmtree(cache_root)
+    cache_root.write_text("not a folder", encoding="utf-8")
+    errors: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda error: errors.append(error.exc_value))
+    for thread in [*begin_digests(model), *begin_digests(Path("nobody/model"))]:
+        thread.join()
+    assert errors == []
+
+
+MOUNTS = """\
+21 1 252:1 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
+305 21 0:{minor} /models /models ro,relatime shared:9 - {kind} {source} rw,vers=4.2,addr=10.0.0.5
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "kept"),
+    [("nfs4", "files:/export", True), ("lustre", "10.0.0.1@tcp:/fs", True), ("fuse.sshfs", "host:/models", False)],
+)
+def test_digests_survive_a_mount_on_another_host(tmp_path: Path, kind: str, source: str, kept: bool) -> None:
+    """A remote file system has another number on each host. sshfs makes the inodes up itself."""
+    names = []
+    for minor in (52, 61):
+        mounts = tmp_path / f"{minor}"
+        mounts.write_text(MOUNTS.format(minor=minor, kind=kind, source=source))
+        names.append(weights._file_system(os.makedev(0, minor), mounts))  # noqa: SLF001
+        local = weights._file_system(os.makedev(252, 1), mounts)  # noqa: SLF001
+        assert local == str(os.makedev(252, 1))
+    assert (names == [source, source]) == kept
+    assert kept or names[0] != names[1]
 
 
 def test_a_cache_folder_that_cannot_be_used_costs_time_only(model: Path, cache_root: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Gemma4TextConfig, PretrainedConfig
@@ -38,15 +39,43 @@ from tests.vllm_contract.caches import (
     BLOCKS,
     CONTENT,
     HEADS,
+    WINDOW,
     cache_config,
     full,
     sliding,
     views,
     vllm_config,
 )
-from tests.vllm_contract.memory_engines import MemoryRank, memory_rank
+from tests.vllm_contract.memory_engines import MemoryRank, heads_of, memory_rank, transfer, whole_blocks
 
 # ---- translate -----------------------------------------------------------------------------------
+
+
+def test_layers_of_three_groups_on_two_tensors() -> None:
+    """Layers that share memory have one region; groups keep their own kind, window and pages. The
+    scheduler, which has no tensors, sees the same groups.
+    """
+    cache = cache_config((["s0", "s3"], sliding()), (["s1", "s4"], sliding()), (["f2", "f5"], full()))
+    tensors = views(cache)
+    layout = engine_layout(vllm_config(), cache, tensors, tp_rank=0)
+    assert [(g.kind, g.window_tokens, g.block_tokens) for g in layout.groups] == [
+        (GroupKind.SLIDING, WINDOW, BLOCK_TOKENS),
+        (GroupKind.SLIDING, WINDOW, BLOCK_TOKENS),
+        (GroupKind.FULL, None, BLOCK_TOKENS),
+    ]
+    seen, ours = (
+        [(g.index, g.kind, g.block_tokens, g.window_tokens) for g in groups]
+        for groups in (group_shapes(vllm_config(), cache), layout.groups)
+    )
+    assert seen == ours
+    bases = [tensors["s0"].data_ptr(), tensors["s3"].data_ptr()]
+    assert [(r.address, r.length_bytes) for r in layout.regions] == [(b, BLOCKS * BLOCK_ELEMENTS * 4) for b in bases]
+    assert [[pages.address for pages in group.layers[::2]] for group in layout.groups] == [bases] * 3
+    key, value = layout.groups[2].layers[2:]
+    assert [(part.layer, part.heads, part.total_heads) for part in (key, value)] == [("f5", HEADS, HEADS)] * 2
+    assert key.block_stride_bytes == key.page_bytes + value.page_bytes == BLOCK_ELEMENTS * 4
+    assert value.address - key.address == BLOCK_TOKENS * CONTENT * 4 // 2, "a head is K, then V"
+    assert [part.packing.split("/")[2] for part in (key, value)] == ["k", "v"]
 
 
 def test_specs_inside_a_uniform_group() -> None:
@@ -311,6 +340,7 @@ def test_a_state_group_of_a_layout(config: VllmConfig) -> None:
 LOCAL_HEADS, GLOBAL_HEADS = 4, 2
 SLIDING = [f"model.layers.{i}.self_attn.attn" for i in range(5)]
 FULL = "model.layers.5.self_attn.attn"
+TP_PAIRS = [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
 @cache
@@ -359,6 +389,31 @@ def test_every_layer_has_its_own_number_of_heads(folder: Path, tp_size: int) -> 
     for rank in engine(folder, tp_size):
         totals = {pages.layer: pages.total_heads for group in rank.layout.groups for pages in group.layers}
         assert totals == dict.fromkeys(SLIDING, LOCAL_HEADS) | {FULL: GLOBAL_HEADS}
+
+
+@pytest.mark.parametrize(("producer_tp", "consumer_tp"), TP_PAIRS)
+def test_every_head_arrives_where_it_belongs(folder: Path, producer_tp: int, consumer_tp: int) -> None:
+    """One block of each group moves; all other bytes of the consumer, padding and blocks, stay
+    unchanged.
+    """
+    producers, consumers = engine(folder, producer_tp), engine(folder, consumer_tp)
+    # Groups share memory, so each has its own block. The groups of both engines are the same.
+    blocks = {layer: 1 + number for number, layer in enumerate((*SLIDING, FULL))}
+    draw, content = np.random.default_rng(1), {}
+    for layer in blocks:
+        shape = consumers[0].bytes_of(layer).shape[2:]
+        heads = GLOBAL_HEADS if layer == FULL else LOCAL_HEADS
+        content[layer] = draw.integers(0, 256, (heads, *shape), np.uint8)
+        for rank, producer in enumerate(producers):
+            producer.bytes_of(layer)[blocks[layer]] = heads_of(content[layer], rank, producer_tp)
+    for rank, (consumer, expected) in enumerate(zip(consumers, engine(folder, consumer_tp), strict=True)):
+        for each in (consumer, expected):
+            each.storage()[:] = 0xA5
+        for layer, sent in content.items():
+            expected.bytes_of(layer)[100 + blocks[layer]] = heads_of(sent, rank, consumer_tp)
+        sources = [blocks[group.layer_names[0]] for group in consumer.cache.kv_cache_groups]
+        transfer(producers, consumer, [whole_blocks(index, at, 100 + at) for index, at in enumerate(sources)])
+        assert np.array_equal(consumer.storage(), expected.storage())
 
 
 def case_config(overrides: dict[str, Any]) -> VllmConfig:

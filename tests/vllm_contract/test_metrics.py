@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import REGISTRY
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from actors.replay_log import KvArrivals, KvTimes
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import ARRIVALS_KEPT, PEERS_KEPT, RankTally, TandemPromMetrics, TandemStats
 from tests.vllm_contract.workers import (
@@ -118,6 +120,30 @@ def test_peers_are_few(metrics: TandemPromMetrics) -> None:
     assert value("vllm:tandem_kv_pair_bytes_total", peer="busy") == PEERS_KEPT + 10
 
 
+def test_kv_has_arrived_when_the_last_rank_has_it() -> None:
+    """A transfer starts with the first rank's request, and fails if it fails on one rank."""
+    ranks = RankTally(0), RankTally(1)
+    for rank, asked_at, ended_at in zip(ranks, (10.0, 11.0), (15.0, 14.0), strict=True):
+        rank.asked("r", asked_at)
+        rank.asked("s", asked_at)
+        rank.ended("r", ended_at, failed=False)
+    ranks[1].ended("s", 20.0, failed=True)
+    ranks[0].ended("s", 21.0, failed=False)
+    first, second = (rank.take({}) or TandemStats() for rank in ranks)
+    first.fetched("r", 9.0, 9.5)
+    found = carried(first.aggregate(second).to_dict())
+    arrivals = KvArrivals()
+    for request_id in ("r", "s", "never"):
+        arrivals.expect(request_id)
+    arrivals.observe(found)
+    arrivals.observe(None)
+    assert arrivals.take("r") == KvTimes((10.0, 15.0, False), (9.0, 9.5))
+    assert arrivals.take("s") == KvTimes((10.0, 21.0, True))
+    assert arrivals.take("never") == KvTimes()
+    arrivals.observe(found)
+    assert arrivals.take("r") == KvTimes(), "an unexpected transfer is not recorded"
+
+
 def test_arrivals_that_nobody_asks_for_do_not_pile_up() -> None:
     """vLLM adds reports up until its log reads them, which it may never do."""
     whole = TandemStats()
@@ -127,3 +153,26 @@ def test_arrivals_that_nobody_asks_for_do_not_pile_up() -> None:
         whole.aggregate(step)
     assert len(whole.data["arrivals"]) == ARRIVALS_KEPT
     assert "r2999" in whole.data["arrivals"]
+
+
+def test_a_second_engine_of_a_process_registers_its_own(
+    metrics: TandemPromMetrics, registered: Callable[..., Any]
+) -> None:
+    """vLLM unregisters the metrics of the previous engine."""
+    unregister_vllm_metrics()
+    second = registered(TandemConnector)
+    tally = RankTally(0)
+    tally.write_ended("done")
+    observe(second, tally.take({}))
+    assert value("vllm:tandem_kv_writes_total", outcome="done") == 1
+
+
+def test_the_log_line_of_an_interval_adds_its_steps() -> None:
+    """vLLM itself adds the steps' stats up for its periodic line."""
+    steps = TandemStats(), TandemStats()
+    for stats in steps:
+        stats.count("requests", "received", 2)
+        stats.count("bytes", "0", 1_500_000)
+    rebuilt = [TandemConnector.build_kv_connector_stats(stats.to_dict()) for stats in steps]
+    assert rebuilt[0].aggregate(rebuilt[1]).reduce() == {"KV received": 4, "MB sent": 3.0}
+    assert TandemConnector.build_kv_connector_stats(None).is_empty()

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from connectors.vllm_hma.handshake import probe, processes
 from connectors.vllm_hma.handshake.probe import WorkerProbe
 from connectors.vllm_hma.handshake.processes import Liveness, liveness, own_process
 from connectors.vllm_hma.handshake.side_channel import MetadataServer, ask_liveness, fetch_metadata
-from tests.vllm_contract.workers import until
+from testing.connector_state import snapshot
+from tests.vllm_contract.workers import HeldWrites, Worker, compute, let_go, receive, results, until
 
 MALFORMED = ("a" * 70, "a..b", "nul\x00", "\udcff", ".", "[::1]")
 Child = tuple[subprocess.Popen[bytes], ProcessIdentity]
@@ -260,6 +261,38 @@ def test_a_probe_that_cannot_start_or_report_tries_again(monkeypatch: pytest.Mon
 
     until(told_again)
     prober.close()
+
+
+@pytest.mark.parametrize("worker_lives", [True, False])
+def test_only_the_workers_own_end_frees_blocks(
+    impatient: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, worker_lives: bool
+) -> None:
+    """The engine core is dead and its port refuses; the quarantine lasts until the worker
+    acknowledges or has ended. No report is needed.
+    """
+    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
+    producer, consumer = impatient("p", transport_class=HeldWrites), impatient("c")
+    consumer.step(receives=[receive(producer.address)])
+    compute(producer)
+    until(lambda: consumer.runtime.counts()["quarantined"] == 1)
+    producer.server.close()
+    looks: list[ProcessIdentity] = []
+
+    def counted(process: ProcessIdentity) -> Liveness:
+        looks.append(process)
+        return liveness(process)
+
+    monkeypatch.setattr(probe, "liveness", counted)
+    until(lambda: len(looks) > 10)
+    assert consumer.runtime.counts()["quarantined"] == 1
+    assert snapshot(consumer.runtime).probed == {Peer("p", 0)}
+    if worker_lives:
+        let_go(producer)
+        until(lambda: "r" in results(consumer)[1])
+    else:
+        monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
+    until(lambda: consumer.runtime.counts()["quarantined"] == 0)
+    until(lambda: snapshot(consumer.runtime).probed == frozenset())
 
 
 # ---- an engine core and its parent -------------------------------------------------------------

@@ -40,7 +40,7 @@ from tests.vllm_contract.scheduler_sides import (
     scheduler,
     start,
 )
-from tests.vllm_contract.workers import EXPECT, Worker, until
+from tests.vllm_contract.workers import ARRIVED, EXPECT, SENT, WHOLE, Worker, receive, results, until
 
 
 def produced(side: SchedulerConnector, name: str = "r", **request_: Any) -> str:
@@ -111,6 +111,27 @@ def asked(side: SchedulerConnector, *requests: Request) -> list[int | None]:
     return [side.consumptions.matched_tokens(each, 0) for each in requests]
 
 
+def test_a_request_that_none_waits_before_takes_its_blocks_at_once() -> None:
+    """Prefill is idle as far as this engine knows. The second request waits until prefill reports;
+    another producer's does not.
+    """
+    side = scheduler()
+    one, two, other = consume("d1"), consume("d2", "t2"), consume("d3", "t3", remote_engine_id="p2")
+    for each in (one, two, other):
+        side.new_request(each)
+    assert asked(side, one, two, other) == [49, None, 49]
+    side.consumptions.after_alloc(one, ([1, 2],), 49)
+    assert asked(side, two) == [None]
+    leave(side, one)
+    assert asked(side, two) == [None]
+    side.consumptions.due([Due("d2", "t2", None)])
+    side.consumptions.after_alloc(two, ([3, 4],), 49)
+    leave(side, two)
+    three = consume("d4", "t4")
+    side.new_request(three)
+    assert asked(side, three) == [49]
+
+
 def test_a_queued_request_claims_nothing_until_it_is_due() -> None:
     side, one = busy(), consume("d")
     side.new_request(one)
@@ -140,22 +161,6 @@ def test_a_request_whose_prompt_will_not_come_is_computed_here(cancelled: bool) 
     assert stats.data["counts"] == {"prompt_tokens": {"transfer": 49}, "requests": {"recomputed": 1}}
 
 
-def test_legs_that_come_one_after_the_other_wait_for_no_start() -> None:
-    """A public proxy passes prefill's answer on unchanged."""
-    side, one = busy(), consume("d", remote_num_tokens=49, remote_request_id="x")
-    side.new_request(one)
-    assert (orders(side), asked(side, one)) == (Orders(), [49])
-
-
-@pytest.mark.parametrize("multiple", [0, BLOCK])
-def test_an_engine_that_samples_no_first_tokens_refuses_to(multiple: int) -> None:
-    """Its model has states, or it speculates."""
-    side = scheduler()
-    side.productions.first_token_multiple = multiple
-    side.new_request(request(PRODUCE | {"first_token": True}))
-    assert len(orders(side).expects) == bool(multiple)
-
-
 @pytest.mark.parametrize("ends", ["holds all but the last token", "is aborted"])
 def test_a_queued_request_that_needs_no_transfer_is_released(ends: str) -> None:
     side, one = busy(), consume("d")
@@ -170,6 +175,34 @@ def test_a_queued_request_that_needs_no_transfer_is_released(ends: str) -> None:
     side.consumptions.due([Due("d", "t", None)])
     found = snapshot(side)
     assert (found.queued, found.consumptions, found.receptions) == (frozenset(), frozenset(), {"first"})
+
+
+def test_legs_that_come_one_after_the_other_wait_for_no_start() -> None:
+    """A public proxy passes prefill's answer on unchanged."""
+    side, one = busy(), consume("d", remote_num_tokens=49, remote_request_id="x")
+    side.new_request(one)
+    assert (orders(side), asked(side, one)) == (Orders(), [49])
+
+
+def test_prompts_start_that_the_next_step_can_reach() -> None:
+    """60 and 60 tokens fill the next step of 100; the third starts once the first has ended."""
+    side = scheduler()
+    for name in "abc":
+        side.new_request(request(PRODUCE | {"transfer_id": name}, name, tokens=61))
+    found = orders(side)
+    assert ([expect.request_id for expect in found.expects], found.starts) == (["a", "b", "c"], ["a", "b"])
+    assert orders(side).starts == []
+    leave(side, request({}, "a", tokens=61))
+    assert orders(side).starts == ["c"]
+
+
+@pytest.mark.parametrize("multiple", [0, BLOCK])
+def test_an_engine_that_samples_no_first_tokens_refuses_to(multiple: int) -> None:
+    """Its model has states, or it speculates."""
+    side = scheduler()
+    side.productions.first_token_multiple = multiple
+    side.new_request(request(PRODUCE | {"first_token": True}))
+    assert len(orders(side).expects) == bool(multiple)
 
 
 def test_another_choice_waits_for_the_first_ones_prompt() -> None:
@@ -215,6 +248,38 @@ def due(worker: Worker) -> list[Due]:
 
     until(reported)
     return found
+
+
+def idle(*workers: Worker) -> bool:
+    counts = [worker.runtime.counts() for worker in workers]
+    return not any(count for each in counts for what, count in each.items() if what != "remembered")
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_workers_from_the_queue_to_the_kv(worker: Callable[..., Worker], cancelled: bool) -> None:
+    """Prefill holds nothing for a request that is cancelled in the queue."""
+    producer, consumer = worker("p"), worker("c")
+    producer.cache[:] = 7
+    consumer.step(queues=[Queue("r", "t", producer.address)])
+    producer.step(expects=[EXPECT])
+    until(lambda: producer.runtime.counts()["live"] == 1 and bool(snapshot(producer.runtime).producer.consumers))
+    assert consumer.runtime.counts()["queued"] == 1
+    assert consumer.runtime.report() is None
+    if cancelled:
+        consumer.step(releases=[Release("t", producer.address)])
+        until(lambda: bool(snapshot(producer.runtime).producer.closed))
+    producer.step(starts=["q"])
+    if not cancelled:
+        assert due(consumer) == [Due("r", "t", None)]
+        consumer.step(receives=[receive(producer.address)])
+    producer.step(chunks=[WHOLE])
+    if not cancelled:
+        assert results(consumer) == ARRIVED
+        assert consumer.cache[[3, 5]].tolist() == producer.cache[[1, 2]].tolist()
+    producer.step(finished=[SENT])
+    assert results(producer) == ({"q"}, set(), set())
+    until(lambda: idle(producer, consumer))
+    assert consumer.runtime.report() is None
 
 
 @pytest.mark.parametrize("met", [False, True])

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -241,6 +242,33 @@ def test_a_question_that_drips(serve: Serve, monkeypatch: pytest.MonkeyPatch) ->
         assert time.monotonic() < give_up_at
 
 
+@pytest.mark.parametrize("secret", ["", SECRET])
+def test_a_flood_of_connections(serve: Serve, secret: str) -> None:
+    """While two threads connect as fast as they can, peers are served; no connection remains."""
+    server = serve(secret)
+    assert fetch(server.port, secret) == "p"
+    before, over, connected = len(os.listdir("/proc/self/fd")), threading.Event(), [0, 0]
+
+    def flood(which: int) -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), connect(server.port) as one:
+                one.sendall(b"\x16\x03\x01\x02\x00" + os.urandom(100))
+                connected[which] += 1
+
+    with ThreadPoolExecutor(2) as pool:
+        pool.map(flood, range(2))
+        try:
+            fetched, give_up_at = 0, time.monotonic() + 120
+            while fetched < 5 or min(connected) <= 20:  # a busy core may schedule a thread rarely
+                assert fetch(server.port, secret, timeout_s=30.0) == "p"
+                fetched += 1
+                assert time.monotonic() < give_up_at
+        finally:
+            over.set()
+    assert fetch(server.port, secret, timeout_s=30.0) == "p"
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2, 60 + side_channel.TALK_S)
+
+
 def test_it_listens_where_it_is_told_to(serve: Serve) -> None:
     server = serve(host="127.0.0.3")
     every = [one.laddr for one in psutil.Process().net_connections("tcp") if one.laddr]
@@ -251,6 +279,7 @@ def test_it_listens_where_it_is_told_to(serve: Serve) -> None:
 
 # ---- in a process of its own -------------------------------------------------------------------
 
+DECODE_WORKERS = 96
 OWNER = """
 import sys, time
 from connectors.vllm_hma.handshake.metadata_process import MetadataProcess
@@ -290,6 +319,18 @@ def test_a_process_that_is_killed_is_started_again(metadata: bytes) -> None:
     finally:
         server.close()
     assert not listens(server.port)
+
+
+def test_many_decode_workers_at_once(metadata: bytes) -> None:
+    server = MetadataProcess("127.0.0.1", 0, [metadata], derive_keys(SECRET).identity)
+    try:
+        with ThreadPoolExecutor(DECODE_WORKERS) as pool:
+            assert {*pool.map(lambda _: fetch(server.port, SECRET, 30.0), range(DECODE_WORKERS))} == {"p"}
+    finally:
+        server.close()
+    assert side_channel_process(server).poll() is not None
+    assert not listens(server.port)
+    server.close()
 
 
 def test_it_ends_with_its_engine() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -22,10 +24,10 @@ from connectors.planning.layout import EngineLayout, GroupKind, MemoryKind
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.staging import StagingLocation
-from connectors.vllm_hma.kv_store.orders import StoreReport
+from connectors.vllm_hma.kv_store.orders import StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
-from connectors.vllm_hma.orders import Orders
+from connectors.vllm_hma.orders import Chunk, Expect, Orders
 from tests.campaigns.schedules.scheduling import Engine
 from tests.campaigns.store import scheduling
 from tests.planning.builders import Shape, make_engine
@@ -33,6 +35,7 @@ from tests.vllm_contract.stored_prompt import (
     CACHE,
     CHUNK,
     END,
+    FULL,
     PROMPT,
     RANK,
     Host,
@@ -41,7 +44,7 @@ from tests.vllm_contract.stored_prompt import (
     new_request,
     tables,
 )
-from tests.vllm_contract.workers import until
+from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 # ---- load or compute -----------------------------------------------------------------------------
 
@@ -74,6 +77,31 @@ def test_no_load_is_ordered_before_all_ranks_have_mapped_staging(host: Host) -> 
     assert engine.matched_tokens(request, 0) == 64
 
 
+@pytest.mark.parametrize(("token_s", "tokens"), [(1.0, 64), (1e-6, 0)])
+def test_a_load_that_takes_longer_than_the_computation_is_declined(host: Host, token_s: float, tokens: int) -> None:
+    """The disk needs 1.3 ms for the prompt's objects."""
+    host.fill(64)
+    engine = host.start()
+    engine.store.costs.read("disk", 10**6, 1.0)
+    engine.take(StoreReport(timed_tokens=1000, timed_s=1000 * token_s))
+    request = new_request(engine)
+    assert matched(engine, request) == tokens
+    engine.after_alloc(request, tables(), tokens)
+    assert len(engine.orders(SchedulerOutput.make_empty()).loads) == bool(tokens)
+    assert engine.stats().data["counts"]["store_requests"] == {"hit" if tokens else "declined": 1}
+
+
+def test_the_wait_is_counted_from_the_reads(host: Host) -> None:
+    """A step, which takes longer than the computation of the prompt, lies between two polls."""
+    host.fill(64)
+    engine = host.start()
+    engine.take(StoreReport(timed_tokens=1000, timed_s=15.0))
+    request = new_request(engine)
+    assert engine.matched_tokens(request, 0) is None
+    threading.Event().wait(1.2)
+    assert matched(engine, request) == 64
+
+
 def test_a_load_ends_when_the_computation_would_have_ended(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that has become slow costs one request the time of its computation, others nothing."""
     host.fill(64)
@@ -97,7 +125,62 @@ def test_a_load_ends_when_the_computation_would_have_ended(host: Host, monkeypat
     assert left(engine) == 0
 
 
+@pytest.mark.parametrize("load_first", [False, True])
+def test_the_slowest_rank_measures_a_step(host: Host, load_first: bool) -> None:
+    """Small steps are not measured: they take longer per token.
+
+    vLLM calls the load after the forward pass, except in steps with loads that are not
+    asynchronous.
+    """
+    engine = host.start()
+    output = SchedulerOutput.make_empty()
+    output.scheduled_cached_reqs.req_ids = ["decoding", "prompt"]
+    output.scheduled_cached_reqs.num_computed_tokens = [600, 256]
+    output.num_scheduled_tokens = {"decoding": 1, "prompt": 63}
+    assert engine.orders(output).timed_tokens == 0
+    output.num_scheduled_tokens = {"decoding": 1, "prompt": 127}
+    orders = engine.orders(output)
+    assert orders.timed_tokens == 128
+    assert orders.timed_context_tokens == pytest.approx((600.5 + 127 * 319.5) / 128)
+    worker = rank_of(host)
+    worker.begin_step()
+    if load_first:
+        worker.load(orders)
+    threading.Event().wait(0.01)
+    if not load_first:
+        worker.load(orders)
+    worker.store(orders)
+    report = worker.report()
+    assert report is not None
+    assert report.timed_tokens == 128
+    assert report.timed_s >= 0.01
+    worker.begin_step()
+    worker.load(StoreOrders(orders.staging))
+    worker.store(StoreOrders(orders.staging))
+    assert worker.report() is None
+    slower = StoreReport(timed_tokens=128, timed_context_tokens=320, timed_s=2 * report.timed_s)
+    engine.take(report.aggregate(slower))
+    assert engine.store.costs.compute_s(0, 64) == pytest.approx(slower.timed_s / 2)
+
+
 # ---- prefix beside transfer ----------------------------------------------------------------------
+
+
+def test_full_attention_comes_from_the_store_and_the_rest_by_transfer(host: Host) -> None:
+    decode, request = begun(host, 48)
+    assert decode.load_prefix(request, tables(), 8, END) == 48
+    began_at, ended_at = decode.stats().data["fetches"]["r"]
+    assert began_at <= ended_at <= time.monotonic()
+    assert decode.stats().is_empty(), "reported once"
+    orders = decode.orders(SchedulerOutput.make_empty())
+    (load,) = orders.loads
+    assert (load.start_token, load.end_token, set(load.offsets)) == (8, 48, set(FULL[:3]))
+    worker = rank_of(host)
+    assert worker.load(orders) == set()
+    decode.take(worker.report() or StoreReport())
+    assert left(decode) == 0
+    decode.finished(request)
+    assert decode.remembered == 0
 
 
 def test_a_stored_prefix_ends_with_the_blocks_of_a_first_token_transfer(host: Host) -> None:
@@ -175,6 +258,20 @@ def test_a_copy_that_fails_breaks_no_request(host: Host) -> None:
     assert left(decode) == 0
 
 
+def test_only_the_rest_is_written(worker: Callable[..., Worker]) -> None:
+    """Tokens 0 to 3 are in the first block: the producer writes the second one only."""
+    producer, consumer = worker("p"), worker("c")
+    producer.cache[:] = 0xEE
+    consumer.cache[3] = 0x11
+    producer.step(expects=[Expect("q", "t", 6, DIGEST)], starts=["q"])
+    consumer.step(receives=[replace(receive(producer.address), loaded_token=4)])
+    until(lambda: producer.runtime.counts()["live"] == 1)
+    producer.step(chunks=[Chunk("q", ((1, 2),), 6, last=True)])
+    assert results(consumer) == (set(), {"r"}, set())
+    assert (consumer.cache[3] == 0x11).all()
+    assert np.count_nonzero(consumer.cache[5]) > 0
+
+
 @pytest.mark.parametrize(
     ("end_token", "failed", "stored"), [(58, False, True), (63, False, False), (63, True, True)], ids=str
 )
@@ -247,6 +344,18 @@ def compute(engine: scheduling.Engine, name: str) -> int:
         engine.scheduler.update_from_output(output, engine.execute(output, tables))
     until(engine.store.idle)
     return stored
+
+
+def test_an_object_that_is_gone_is_stored_again(tmp_path: Path) -> None:
+    objects = tmp_path / "store" / "objects"
+    with closing(scheduling.Engine(1, tmp_path / "store", 40, 16, False, False, 1, False)) as engine:
+        stored = compute(engine, "first")
+        assert stored == len(list(objects.glob("*/*"))) > 0
+        for path in objects.glob("*/*"):
+            path.unlink()
+        assert compute(engine, "second") == stored
+        assert len(list(objects.glob("*/*"))) == stored
+        assert compute(engine, "third") == 0, "all of it is loaded"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
 from vllm.forward_context import ForwardContext
 from vllm.sampling_params import SamplingParams
@@ -32,12 +33,14 @@ from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import AgentMetadata
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps
+from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.multi_connector import MultiHandshakeMetadata, TandemMultiConnector
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from testing.connector_state import snapshot
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, child, connector_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import CACHE
+from tests.vllm_contract.test_metrics import carried, value
 from tests.vllm_contract.workers import (
     IDENTITY,
     Worker,
@@ -172,6 +175,43 @@ def test_the_choice_beside_vllms(
     assert ask(make(MultiConnector, *children), request()) == theirs
 
 
+@pytest.mark.parametrize("kind", [TandemMultiConnector, MultiConnector])
+def test_tandems_children_share_their_metrics(registered: Callable[..., Any], kind: type[MultiConnector]) -> None:
+    """prometheus_client refuses two metrics of one name, and the server did not start."""
+    metrics = registered(kind, connectors=[TANDEM, STORE])
+    log = KVConnectorLogging(connector_config(kind.__name__, connectors=[TANDEM, STORE]))
+    for name in ("TandemConnector", "TandemStoreConnector"):
+        stats = TandemStats()
+        stats.count("store_tokens", "hit", 5)
+        metrics.observe(carried({name: stats.to_dict()}))
+        log.observe(carried({name: stats.to_dict()}))
+    assert value("vllm:tandem_store_tokens_total", outcome="hit") == 10
+    assert not log.transfer_stats_accumulator.is_empty()
+
+
+@pytest.mark.parametrize("kind", [TandemMultiConnector, MultiConnector])
+@pytest.mark.parametrize("first", ["TandemConnector", "TandemStoreConnector"])
+def test_children_do_not_replace_each_others_numbers(
+    make: Make, registered: Callable[..., Any], tmp_path: Path, kind: type[MultiConnector], first: str
+) -> None:
+    names = (first, "TandemStoreConnector")
+    children = [child(name, store={"path": str(tmp_path / f"{i}"), "chunk_tokens": 16}) for i, name in enumerate(names)]
+    connector, metrics = make(kind, *children), registered(kind, connectors=children)
+    running = []
+    for index in range(2):
+        store = tandem_of(connector, index).store
+        store.publish([CACHE])
+        running.append(store.store.running)
+    for numbers in ((0, 1), (3, 0), (3, 2), (0, 2), (0, 0)):
+        for fetches, number in zip(running, numbers, strict=True):
+            fetches.clear()
+            fetches.update(range(number))
+        stats = connector.get_kv_connector_stats()
+        assert stats is not None
+        metrics.observe(carried(stats.to_dict()))
+        assert value("vllm:tandem_store_pending_loads") == max(numbers)
+
+
 def test_a_child_that_answers_late_is_chosen_then(make: Make) -> None:
     """The request was not scheduled in the first step, and the choice of that step is discarded."""
     connector = make(TandemMultiConnector, scripted(None, None, 96), scripted(None, 32, 0))
@@ -179,6 +219,20 @@ def test_a_child_that_answers_late_is_chosen_then(make: Make) -> None:
     assert [ask(connector, asked) for _ in range(3)] == [(None, None), (32, 1), (96, 0)]
     connector.update_state_after_alloc(asked, KVCacheBlocks(([],)), 96)
     assert [each.allocated for each in scripted_of(connector)] == [[96], [0]]
+
+
+def test_tandem_beside_a_store(make: Make) -> None:
+    """A bound transfer offers all tokens but the last; more weight lets fewer tokens win."""
+    for weight, chosen in ((1, 0), (3, 1)):
+        connector = make(TandemMultiConnector, TANDEM, scripted(2 * BLOCK_TOKENS), load_weights=[1, weight])
+        asked = request(**BOUND, transfer_id="t")
+        connector.on_new_request(asked)
+        assert ask(connector, asked) == ((len(PROMPT) - 1, 0) if chosen == 0 else (2 * BLOCK_TOKENS, 1))
+        connector.update_state_after_alloc(asked, KVCacheBlocks(([],)), 0 if chosen else len(PROMPT) - 1)
+        # The transfer that was not chosen is released at once: prefill holds no blocks for it.
+        found = snapshot(tandem_of(connector, 0).scheduler)
+        assert found.consumptions == frozenset()
+        assert found.receptions == (frozenset() if chosen else {"r"})
 
 
 def test_a_store_is_waited_for_while_no_other_child_has_tokens(make: Make, tmp_path: Path) -> None:

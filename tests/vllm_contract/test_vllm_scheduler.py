@@ -20,7 +20,7 @@ from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from connectors.vllm_hma.upstream.vllm_emitted_tokens import restore_output
 from testing.connector_state import snapshot
-from tests.campaigns.schedules.scheduling import KINDS, STOP_TOKEN, Engine, Rank
+from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, KINDS, STOP_TOKEN, Engine, Rank
 
 # ---- scheduler object ----------------------------------------------------------------------------
 
@@ -152,6 +152,34 @@ def test_blocks_of_a_step_in_flight_are_not_received(make: Make, role: str) -> N
     assert not filled & written
 
 
+@pytest.mark.parametrize("step_tokens", [BLOCK_TOKENS, 4])
+def test_windows_of_a_first_token_stay_allocated_while_they_are_sent(make: Make, step_tokens: int) -> None:
+    """vLLM frees the window's oldest blocks after the step for the first token, or after its first
+    part if it divides that step.
+    """
+    engine = make()
+    engine.scheduler.scheduler_config.long_prefill_token_threshold = step_tokens
+    engine.scheduler.adaptive_long_prefill_threshold = False
+    # vLLM limits a chunk only if there is another request.
+    add(engine, "other", [9] * 3, None, max_tokens=90)
+    prompt = list(range(10, 10 + 6 * BLOCK_TOKENS + 15))
+    add(engine, "p", prompt, PRODUCE | {"first_token": True})
+    engine.later = lambda most=40: engine.steps + 10  # type: ignore[method-assign]
+    while "p" not in engine.ranks[0].sends:
+        engine.step()
+    # A consumer resumes at token 96, and its window starts with token 49.
+    assert {name: [len(ids) for ids in tables] for name, tables in engine.sends.items()} == {"p": [6, 3, 3]}
+    tables = engine.scheduler.kv_cache_manager.get_block_ids("p")
+    assert [table[3] == 0 for table in tables] == [False, True, True], "vLLM has kept the windows"
+    while "p" in engine.scheduler.requests:
+        engine.step()
+    assert not engine.sends
+    engine.scheduler.finish_requests("other", RequestStatus.FINISHED_ABORTED)
+    for _ in range(3):
+        engine.step()
+    engine.check_nothing_remains()
+
+
 # ---- quarantine ----------------------------------------------------------------------------------
 
 
@@ -246,6 +274,22 @@ def loading() -> Iterator[Callable[..., Loading]]:
         engine.close()
 
 
+def test_a_request_goes_on_in_other_blocks(loading: Callable[..., Loading]) -> None:
+    """With enough blocks, no request waits for an answer; an idle engine gets the blocks back
+    with it.
+    """
+    engine = loading(60, "r", tokens=100)
+    engine.steps_until_over("r")
+    kept = engine.baseline - engine.pool.get_num_free_blocks()
+    assert kept == len(engine.ranks[0].quarantine[Kept("r", "tr")][1])
+    assert engine.scheduler.has_requests(), "an idle engine steps on, or would not receive the answer"
+    engine.answered = True
+    for _ in range(3):
+        engine.step()
+    engine.check_nothing_remains()
+    assert not engine.scheduler.has_requests()
+
+
 @pytest.mark.parametrize("blocks", [43, 46])
 @pytest.mark.parametrize(
     ("failing", "others", "later"),
@@ -263,6 +307,29 @@ def test_a_failed_load_does_not_wait_for_a_finished_one(
     for name in ("a", "b"):
         engine.ask(name, 200, loads=name not in others)
     engine.steps_until_over("a", "b")
+    engine.check_nothing_remains()
+
+
+def test_an_aborted_load_may_go_into_quarantine(loading: Callable[..., Loading]) -> None:
+    """vLLM keeps its blocks meanwhile. A failed request that does not fit beside them waits."""
+    engine = loading(44)
+    engine.failing, engine.silent = {"r"}, {"x"}
+    for name in ("r", "x"):
+        engine.ask(name, 200, loads=True)
+    while "x" not in engine.ranks[0].receives:
+        engine.step()
+    for rank in engine.ranks:
+        rank.receives["x"] += LOADS_STEPS
+    engine.scheduler.finish_requests("x", RequestStatus.FINISHED_ABORTED)
+    engine.ask("small", 5, loads=False)
+    engine.steps_until_over("small")
+    while not len(engine.connector.scheduler.quarantine):
+        engine.step()
+    engine.ask("later", 5, loads=False)
+    engine.steps_until_over("later")
+    assert engine.scheduler.requests["r"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.answered = True
+    engine.steps_until_over("r", "x")
     engine.check_nothing_remains()
 
 
@@ -295,6 +362,27 @@ def test_a_request_larger_than_what_is_left(
     for _ in range(3):
         engine.step()
     engine.check_nothing_remains()
+
+
+def test_ranks_end_at_different_times(loading: Callable[..., Loading]) -> None:
+    """Blocks are kept from the first rank's report to the last one's; a rank may end before
+    another begins.
+    """
+    engine = loading(60)
+    quarantine, kept = engine.connector.scheduler.quarantine, Kept("r", "t")
+    engine.ask("r", 100, loads=True)
+    held: set[int] = set()
+    while not held:
+        engine.step()
+        held = {block for table in engine.scheduler.kv_cache_manager.get_block_ids("r") for block in table if block}
+    for report, count in (
+        (QuarantineReport(begun=[kept]), 1),
+        (QuarantineReport(ended=[kept]), 0),
+        (QuarantineReport(begun=[kept, kept], ended=[kept]), 1),
+        (QuarantineReport(ended=[kept]), 0),
+    ):
+        quarantine.take(report)
+        assert ({engine.pool.blocks[block].ref_cnt for block in held}, len(quarantine)) == ({1 + count}, count)
 
 
 # ---- emitted tokens ------------------------------------------------------------------------------
