@@ -95,7 +95,12 @@ class HttpRouter(RouterReplica):
             settings.limits(),
             *(
                 ModelEngines(
-                    EnginePool("prefill", one.prefill, client), EnginePool("decode", one.decode, client), *one[2:]
+                    EnginePool("prefill", one.prefill, client),
+                    EnginePool("decode", one.decode, client),
+                    one.names,
+                    one.allows_adapters,
+                    one.adapters,
+                    one.suffix,
                 )
                 for one in models
             ),
