@@ -8,8 +8,10 @@ nixl         two stock vLLM servers with NixlConnector and a client that knows b
 vllm-router  one streaming HTTP request to vLLM's own router (Rust, prefill/decode mode) before the
              same servers; VLLM_ROUTER is its command
 ray-llm      one streaming HTTP request to Ray Serve LLM's own prefill/decode application
-             (``testing/ray_llm.py``, run if RAY_LLM is given) with NixlConnector; ray-llm-tandem
-             the same with TandemConnector
+             (``testing/ray_llm.py``, run if RAY_LLM is given) with NixlConnector
+
+CONNECTORS=1 runs Ray Serve LLM's application twice instead, with NixlConnector and with
+TandemConnector (ray-llm-tandem): all sides at once need more than 24 GB.
 
 Time to first token runs from the first byte sent to the first streamed token received. Requests
 alternate. The idle sides are stopped (``testing/processes.py``): all processes of the two servers
@@ -53,6 +55,8 @@ ENGINE = {
     "enable_prefix_caching": False,
 }
 Send = Callable[[httpx.Client, dict[str, Any]], float]
+Side = tuple[Processes, Send]
+CONNECTORS = {"ray-llm": "NixlConnector", "ray-llm-tandem": "TandemConnector"}
 
 
 def first_token_at(client: httpx.Client, url: str, body: dict[str, Any]) -> float:
@@ -96,9 +100,21 @@ def engines(processes: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def start_sides(stack: ExitStack, folder: Path, vllm_router: str, ray_llm: str) -> dict[str, tuple[Processes, Send]]:
+def start_ray_llms(stack: ExitStack, folder: Path, model: str, connectors: dict[str, str]) -> dict[str, Side]:
+    """Start Ray Serve LLM with each connector, asleep; they end with the stack."""
+    sides = {}
+    for name, connector in connectors.items():
+        peer, url = start_ray_llm(
+            folder, model, ENGINE | {"dtype": "float32", "enforce_eager": True}, {"kv_connector": connector}
+        )
+        stack.callback(stop, [peer])
+        rays = engines(psutil.Process(peer.pid).children(recursive=True))
+        sides[name] = asleep(stack, rays), through_router(url)
+    return sides
+
+
+def start_sides(stack: ExitStack, folder: Path, model: str, vllm_router: str, ray_llm: str) -> dict[str, Side]:
     """Start all sides, asleep; they end with the stack."""
-    model = benchmark_gemma3(folder / "model").path
     service = ServiceProcess(
         write_config("local.yaml", folder, model=model, served_model_name="demo", engine=ENGINE), folder
     )
@@ -127,46 +143,48 @@ def start_sides(stack: ExitStack, folder: Path, vllm_router: str, ray_llm: str) 
     if vllm_router:
         sides["vllm-router"] = theirs, through_router(router_url)
     if ray_llm:
-        engine = ENGINE | {"dtype": "float32", "enforce_eager": True}
-        for name, connector in (("ray-llm", "NixlConnector"), ("ray-llm-tandem", "TandemConnector")):
-            peer, peer_url = start_ray_llm(folder, model, engine, {"kv_connector": connector})
-            stack.callback(stop, [peer])
-            rays = engines(psutil.Process(peer.pid).children(recursive=True))
-            sides[name] = asleep(stack, rays), through_router(peer_url)
+        sides |= start_ray_llms(stack, folder, model, {"ray-llm": "NixlConnector"})
     return sides
 
 
 def main(
-    *, requests: int = 12, lengths: tuple[int, ...] = (200, 1000, 2000), vllm_router: str = "", ray_llm: str = ""
+    *,
+    requests: int = 12,
+    lengths: tuple[int, ...] = (200, 1000, 2000),
+    vllm_router: str = "",
+    ray_llm: str = "",
+    connectors: bool = False,
 ) -> None:
     dice = random.Random(0)
     samples: dict[tuple[int, str], list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        sides = start_sides(stack, Path(folder), vllm_router, ray_llm)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        model = benchmark_gemma3(folder / "model").path
+        if connectors:
+            sides = start_ray_llms(stack, folder, model, CONNECTORS)
+        else:
+            sides = start_sides(stack, folder, model, vllm_router, ray_llm)
         client = stack.enter_context(httpx.Client(timeout=120))
         body = {"model": "demo", "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
-        for length, name, counted in turns(list(sides), requests, lengths, warm_up=2):
-            processes, send = sides[name]
+        for length, side, counted in turns(list(sides), requests, lengths, warm_up=2):
+            processes, send = sides[side]
             body["prompt"] = random_prompt(dice, length)
             with processes.awake():
                 started = time.monotonic()
                 ttft_ms = 1e3 * (send(client, body) - started)
             if counted:
-                samples[length, name].append(ttft_ms)
+                samples[length, side].append(ttft_ms)
     result: dict[str, dict[str, Any]] = {}
+    ours = "ray-llm-tandem" if connectors else "tandem"
     for length in lengths:
-        ours, row = samples[length, "tandem"], {}
-        for name in sides:
-            row[f"{name.replace('-', '_')}_ttft_ms"] = summary(samples[length, name])
-            if name != "tandem":
-                over = "ratio" if name == "nixl" else f"ratio_over_{name.replace('-', '_')}"
-                row[over] = ratios(ours, samples[length, name])
-        if ray_llm:
-            row["ratio_of_connectors_in_ray_llm"] = ratios(
-                samples[length, "ray-llm-tandem"], samples[length, "ray-llm"]
-            )
+        row: dict[str, Any] = {}
+        for side in sides:
+            row[f"{side.replace('-', '_')}_ttft_ms"] = summary(samples[length, side])
+            if side != ours:
+                over = "ratio" if side == "nixl" else f"ratio_over_{side.replace('-', '_')}"
+                row[over] = ratios(samples[length, ours], samples[length, side])
         result[str(length)] = row
         print(f"{length} prompt tokens")
-        for name, values in row.items():
-            print(f"    {name:28} {spread(values)}")
-    write("service", {"requests": requests, "prompt_tokens": result})
+        for side, values in row.items():
+            print(f"    {side:28} {spread(values)}")
+    write("connectors_in_ray_llm" if connectors else "service", {"requests": requests, "prompt_tokens": result})

@@ -106,7 +106,8 @@ class EngineActor:
 
     def _describe_ranks(self) -> None:
         for described, metadata in zip(self.engine.described, self._rank_metadata, strict=True):
-            metadata |= {name: described[name] for name in ("identity", "frontend", "store") if described.get(name)}
+            names = ("identity", "frontend", "store", "kv_cache")
+            metadata |= {name: described[name] for name in names if described.get(name)}
             metadata["kv_tokens"] = self.engine.kv_tokens
 
     async def _open_rpc_servers(self, settings: RoleSettings, files: TlsFiles | None = None) -> None:

@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from actors.engine_pool.engine_call import EngineCall, Watcher
 from actors.engine_pool.slots import ANY, EngineReplica, Slot, SlotPool, SlotRequest
 from actors.errors import DeadlineError, EngineDownError, EngineError
+from actors.policy.admission import KvCache
 from actors.policy.prefixes import EngineStore
 from actors.request import Call, PrefillReport
 from actors.rpc.address import RpcAddress
@@ -93,6 +94,7 @@ class EnginePool:
         self._router = uuid.uuid4().hex
         self._channels = Channels(tls)
         self._stores: dict[str, EngineStore] = {}
+        self._kv_caches: dict[str, KvCache] = {}
         self._identities: dict[str, str] = {}
         self._frontends: dict[str, str] = {}
         self._known: Mapping[str, EngineReplica] = {}
@@ -215,6 +217,10 @@ class EnginePool:
         self._read_metadata()
         return self._stores
 
+    def kv_caches(self) -> dict[str, KvCache]:
+        self._read_metadata()
+        return self._kv_caches
+
     def identities(self) -> dict[str, str]:
         self._read_metadata()
         return self._identities
@@ -238,6 +244,8 @@ class EnginePool:
             self._known = engines
             stores = {name: one.store for name, one in engines.items()}
             self._stores = {name: store for name, store in stores.items() if store is not None}
+            caches = {name: one.kv_cache for name, one in engines.items()}
+            self._kv_caches = {name: cache for name, cache in caches.items() if cache is not None}
             self._identities = {name: one.identity for name, one in engines.items()}
             self._frontends = {name: one.frontend for name, one in engines.items()}
 

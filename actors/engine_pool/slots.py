@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from actors.errors import OverloadedError
-from actors.policy.admission import Returns, ServiceRate
+from actors.policy.admission import KvCache, Returns, ServiceRate
 from actors.policy.prefixes import EngineStore
 from actors.request import ProducerAddress
 from actors.rpc.address import RpcAddress
@@ -62,6 +62,13 @@ class EngineReplica:
     def store(self) -> EngineStore | None:
         described = self.metadata.get("store")
         return None if described is None else EngineStore(*(described[name] for name in EngineStore._fields))
+
+    @cached_property
+    def kv_cache(self) -> KvCache | None:
+        tokens, described = self.metadata.get("kv_tokens"), self.metadata.get("kv_cache")
+        if not tokens or not described:
+            return None
+        return KvCache(tokens, described["blocks"], tuple((each, kept) for each, kept in described["groups"]))
 
     @cached_property
     def producer(self) -> ProducerAddress:

@@ -5,6 +5,7 @@ scarce, engines release them at a rate that can be measured.
 """
 
 import math
+from typing import NamedTuple
 
 from actors.policy.choice import Estimate
 
@@ -28,6 +29,30 @@ FEWEST_RELEASES = 8
 
 MOST_RETRY_S = 60.0
 """Limit in seconds of the spacing by Retry-After: OpenAI's clients ignore larger values."""
+
+
+class KvCache(NamedTuple):
+    """KV cache of an engine, as the engine announces it. All its groups take blocks of one pool."""
+
+    tokens: int  # capacity for requests of the greatest length, as in vLLM's log
+    blocks: int
+    groups: tuple[tuple[int, int], ...]  # tokens per block; tokens that a sequence keeps, 0: all
+
+    def share(self, tokens: int, used: int, answers: int) -> int:
+        """Return the part of ``self.tokens`` that a request takes.
+
+        A window or state is as large for a short sequence, which thus takes more than its tokens.
+
+        ``tokens``   of its prompt and all its answers
+        ``used``     of its prompt, at its start, in blocks that others use already
+        ``answers``  number of its sequences, which share the blocks of the prompt
+        """
+        blocks = 0
+        for block_tokens, kept_tokens in self.groups:
+            all_blocks = math.ceil(tokens / block_tokens)
+            kept = (math.ceil(kept_tokens / block_tokens) + 1) * answers
+            blocks += min(all_blocks, kept) if kept_tokens else all_blocks - used // block_tokens
+        return math.ceil(blocks * self.tokens / self.blocks)
 
 
 def longest_wait_s(

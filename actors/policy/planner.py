@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import count
 
+from actors.policy.admission import KvCache
 from actors.policy.choice import Asked, Candidate, Decision, Options, candidate, choose
 from actors.policy.costs import HANDOVER, LOCAL, PREFILL, STEP, Components, Costs, prompt_quantities
 from actors.policy.loads import EngineLoad, InflightRequest, Measured
@@ -78,6 +79,7 @@ class Planner:
         prefill_failed: bool = False,
         stores: Mapping[str, EngineStore] | None = None,
         identities: Mapping[str, str] | None = None,
+        kv_caches: Mapping[str, KvCache] | None = None,
     ) -> Decision:
         """Decide where to send `prompt`. Forget engines that have stopped and have no open call.
 
@@ -88,6 +90,7 @@ class Planner:
         ``prefill_failed``       whether a prefill engine has failed this request
         ``stores``               KV store of each engine that has one; None: unchanged
         ``identities``           identity of each engine; empty or None if all are equal
+        ``kv_caches``            KV cache of each decode engine that announces it
         """
         self._decisions += 1
         if stores is not None:
@@ -103,7 +106,7 @@ class Planner:
         options = Options(self.prompt_tokens(prompt), self.answer_tokens(prompt), *candidates, self._costs, now)
         asked = Asked(whole, session, prefill is not None, prefill_failed, identities or {})
         decision = choose(self.settings, options, asked)
-        return decision._replace(kv_tokens=self._kv_tokens(prompt, decision))
+        return decision._replace(kv_tokens=self._kv_tokens(prompt, decision, kv_caches or {}))
 
     def _candidates(
         self, decode: Mapping[str, int], prefill: Mapping[str, int], prompt: Prompt, now: float
@@ -244,16 +247,21 @@ class Planner:
         """Return the estimated number of prompt tokens, at least 1."""
         return max(sum(self._tokens(one, len(one.data)) for one in prompt.passages), 1)
 
-    def _kv_tokens(self, prompt: Prompt, decision: Decision) -> int:
+    def _kv_tokens(self, prompt: Prompt, decision: Decision, kv_caches: Mapping[str, KvCache]) -> int:
         """Return the tokens of KV that `prompt` and its expected answer add to decode.
 
         A prefix that ongoing requests use is not added. Any other cached one is: vLLM counts its
         blocks as free until a request uses them.
         """
-        load = None if decision.chosen is None else self._decode.get(decision.chosen.decode)
+        decode = None if decision.chosen is None else decision.chosen.decode
+        load = None if decode is None else self._decode.get(decode)
         pieces = () if load is None else load.pieces
-        shared = sum(self._tokens(one, PIECE_BYTES * held_pieces(pieces, one.pieces)) for one in prompt.passages)
-        return max(self.prompt_tokens(prompt) - shared, 1) + self.answer_tokens(prompt)
+        used = sum(self._tokens(one, PIECE_BYTES * held_pieces(pieces, one.pieces)) for one in prompt.passages)
+        tokens, answer = self.prompt_tokens(prompt), self.answer_tokens(prompt)
+        cache = kv_caches.get(decode) if decode is not None else next(iter(kv_caches.values()), None)
+        if cache is None:
+            return max(tokens - used, 1) + answer
+        return cache.share(tokens + answer, min(used, tokens - 1), prompt.answers)
 
     def answer_tokens(self, prompt: Prompt) -> int:
         most = prompt.most_answer_tokens

@@ -115,6 +115,7 @@ class ModelRouter:
             prefill_failed=bool(failed_prefill),
             stores=self.prefill.stores() | self.decode.stores(),
             identities=identities if differ else {},
+            kv_caches=self.decode.kv_caches(),
         )
         self.metrics.decisions.labels(decision.route, decision.reason).inc()
         if logger.isEnabledFor(logging.DEBUG):

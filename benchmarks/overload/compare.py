@@ -4,7 +4,8 @@ tandem       this service as deployed, with simulated engines (`engine.py`): one
 vllm-router  vLLM's router (Rust) in its prefill/decode mode before the same engines over HTTP
 ray-serve    a plain Ray Serve deployment of one engine that does both, with Serve's HTTP proxy
 
-URL=http://... measures a running service instead, with MODEL. Arms get the same requests at one
+URL=http://... measures a running service instead, with MODEL; TEXT_BYTES are those of a token of a
+prompt of random letters. Arms get the same requests at one
 time: open loop, Poisson arrivals, a third not streamed. A request is inside its deadline if its
 first token (streams, then TOKEN_S per token) or whole answer comes within FIRST_S or WHOLE_S; its
 client disconnects after PATIENCE times as long. Goodput is such requests per second. Then Tandem's
@@ -92,11 +93,12 @@ class Load:
     seconds: float
     patience: float
     model: str
+    text_bytes: int
     tries: int = 1
 
     def body(self, dice: random.Random) -> dict[str, Any]:
         answer = max(1, min(round(dice.expovariate(1 / ANSWER_TOKENS)), MAX_TOKENS))
-        prompt = "".join(dice.choices("abcdefgh ", k=TEXT_BYTES * dice.randint(*PROMPT_TOKENS)))
+        prompt = "".join(dice.choices("abcdefgh ", k=self.text_bytes * dice.randint(*PROMPT_TOKENS)))
         body = {"model": self.model, "prompt": prompt, "max_tokens": MAX_TOKENS, "stream": dice.random() < 2 / 3}
         if self.model == "instant":
             return body | {"answer_tokens": answer}
@@ -162,15 +164,21 @@ def report(replies: list[list[Reply]], began: float, seconds: float) -> dict[str
 
 
 async def measure(
-    urls: dict[str, str], loads: tuple[float, ...], rate: float, seconds: float, patience: float, model: str
+    urls: dict[str, str],
+    loads: tuple[float, ...],
+    rate: float,
+    seconds: float,
+    patience: float,
+    model: str,
+    text_bytes: int,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {name: {} for name in urls}
     for load in loads:
         began = time.monotonic()
-        for name, replies in (await Load(load * rate, seconds, patience, model).play(urls)).items():
+        for name, replies in (await Load(load * rate, seconds, patience, model, text_bytes).play(urls)).items():
             found[name][str(load)] = row = report(replies, began, seconds)
             print(f"{name:12} {load:4g}", "  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
-    burst = Load(BURST_LOAD * rate, BURST_S, patience, model, TRIES)
+    burst = Load(BURST_LOAD * rate, BURST_S, patience, model, text_bytes, TRIES)
     replies = (await burst.play({"tandem": urls["tandem"]}))["tandem"]
     tries = [len(own) for own in replies if len(own) > 1]
     found["burst"] = {
@@ -194,6 +202,7 @@ def main(
     loads: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0),
     url: str = "",
     model: str = "instant",
+    text_bytes: int = TEXT_BYTES,
     vllm_router: str = "",
 ) -> int:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -213,7 +222,7 @@ def main(
                 prefill, decode = (module("benchmarks.overload.engine", free_port()) for _ in range(2))
                 router, urls["vllm-router"] = start_vllm_router(vllm_router, Path(folder), prefill, decode)
                 started.append(router)
-        found = uvloop.run(measure(urls, loads, rate, seconds, patience, model))
+        found = uvloop.run(measure(urls, loads, rate, seconds, patience, model, text_bytes))
     write("overload_url" if url else "overload", {"seconds": seconds, "rate": rate, "patience": patience, **found})
     found.pop("burst")
     rows = list(found["tandem"].values())

@@ -164,6 +164,11 @@ class Group:
         """Bytes of content per block on this worker, summed over the group's layers."""
         return sum(pages.page_bytes for pages in self.layers)
 
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens for which a running sequence keeps blocks; 0: all of its tokens."""
+        return self.block_tokens if self.kind is GroupKind.STATE else self.window_tokens or 0
+
     def row_tokens(self, pages: LayerPages) -> int:
         """Return the number of tokens in one row of ``pages``; meaningless for a state group."""
         return self.block_tokens // (pages.kernel_blocks * pages.rows)

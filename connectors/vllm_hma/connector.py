@@ -133,6 +133,10 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
                 whole_images=reads_whole_images(vllm_config),
                 receives=transfer.is_kv_consumer,
             )
+            self._scheduler.described["kv_cache"] = {
+                "blocks": kv_cache_config.num_blocks,
+                "groups": [(group.block_tokens, group.kept_tokens) for group in shapes],
+            }
             if config.store is not None:
                 answers = vllm_config.speculative_config is None
                 self._store_scheduler = StoreScheduler(config.store, max_model_len, answers)

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 import connectors.vllm_hma.model.weights as weights
 from app.demo.paths import MODEL_DIR
 from connectors.errors import ConfigurationError
+from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.store.settings import StoreSettings
 from connectors.vllm_hma.connector import TandemConnector
@@ -27,7 +28,16 @@ from connectors.vllm_hma.model.drafts import draft_identity
 from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.weights import begin_digests, digest_weights
 from connectors.vllm_hma.store_connector import TandemStoreConnector
-from tests.vllm_contract.caches import cache_config, connector_config, full, vllm_config
+from tests.vllm_contract.caches import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    WINDOW,
+    cache_config,
+    connector_config,
+    full,
+    sliding,
+    vllm_config,
+)
 from tests.vllm_contract.stored_prompt import CACHE
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -242,6 +252,15 @@ def test_engines_that_are_refused(monkeypatch: pytest.MonkeyPatch, match: str) -
     change(made, monkeypatch)
     with pytest.raises(ConfigurationError, match=match):
         TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
+
+
+def test_routers_learn_the_groups_of_the_cache() -> None:
+    """With them, they compute the blocks that a request needs."""
+    made = config(MODEL_DIR, kv_transfer_config=connector_config())
+    connector = TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full()), (["w"], sliding())))
+    groups = [(BLOCK_TOKENS, 0), (BLOCK_TOKENS, WINDOW)]
+    assert connector.scheduler.described["kv_cache"] == {"blocks": BLOCKS, "groups": groups}
+    assert Group(0, GroupKind.STATE, 512, None, ()).kept_tokens == 512
 
 
 def test_a_length_that_selects_other_positions() -> None:

@@ -16,6 +16,7 @@ from vllm.usage.usage_lib import UsageContext
 from actors.engine.engine_actor import EngineActor
 from actors.engine.vllm_engine import StopFlag, VllmEngine, engine_config, frontend_digest, slots_of
 from actors.engine_pool.engines import EnginePool, publish, replicas_of
+from actors.policy.admission import KvCache
 from actors.policy.prefixes import EngineStore
 from configs.settings.deployment import RoleSettings
 from configs.settings.parsing import parse_settings
@@ -136,10 +137,12 @@ class Core:
         assert params.extra_args["kv_transfer_params"]["describe"]
         store = self._stores[data_parallel_rank]
         yield SimpleNamespace(
-            kv_transfer_params={"remote_port": 1, "identity": "i"} | ({"store": store} if store else {})
+            kv_transfer_params={"remote_port": 1, "identity": "i", "kv_cache": KV_CACHE}
+            | ({"store": store} if store else {})
         )
 
 
+KV_CACHE = {"blocks": 10, "groups": [(64, 0), (64, 128)]}
 A = {"id": "a", "tokens": 1000, "chunk_tokens": 256}
 B = {"id": "b", "tokens": 2000, "chunk_tokens": 256}
 
@@ -170,6 +173,7 @@ async def test_routers_learn_the_stores_of_all_ranks(
     pool = EnginePool("decode", handle)
     assert pool.stores() == known
     assert {one.metadata["kv_tokens"] for one in (replicas_of(handle.deployment_id) or {}).values()} == {700}
+    assert set(pool.kv_caches().values()) == {KvCache(700, 10, ((64, 0), (64, 128)))}
     assert list(pool.identities().values()) == ["i"] * len(ranks)
     await pool.close()
     for server in actor._rpc_servers:  # noqa: SLF001

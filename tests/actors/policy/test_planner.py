@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.policy.admission import KvCache
 from actors.policy.choice import Estimate
 from actors.policy.planner import Planner
 from actors.policy.prefixes import STORES_KEPT, EngineStore
@@ -284,6 +285,20 @@ def test_kv_to_commit():
     assert commits(longer) == 64
     planner.ended(second, 2.0)
     assert commits(longer) == 704
+
+
+def test_kv_to_commit_in_groups_of_layers():
+    """Windows and states of short requests are as large as those of long ones."""
+    planner, caches = planner_of(), {"d": KvCache(64_000, 800, ((128, 0), (128, 256), (128, 256), (4096, 4096)))}
+
+    def blocks(tokens: int) -> float:
+        return planner.decide(ids(tokens), P, D, 9.0, kv_caches=caches).kv_tokens / 80
+
+    answer = planner.answer_tokens(ids(1))
+    assert answer == 128
+    assert [blocks(tokens) for tokens in (64, 640, 1920)] == [2 + 2 + 2 + 1, 6 + 3 + 3 + 1, 16 + 3 + 3 + 1]
+    planner.begin(ids(640), "d", "p", 1.0)
+    assert blocks(1920) == 11 + 3 + 3 + 1, "ongoing requests use five full blocks of attention to all tokens"
 
 
 def test_engines_to_avoid():
