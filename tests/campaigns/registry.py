@@ -29,7 +29,6 @@ images              shapes.requests:images 2 COUNT=12,PAIRS=1:2 - KV of another 
 store-restart       store.restart:store_restart 4 COUNT=6,KILLS=2,ONLY=llama - others load the KV of killed pairs
 faults              faults.campaign:faults 6 COUNT=40,LANES=2 - kill, stop, cancel, forge: right or refused
 fault-pairs         faults.campaign:pairs 4 COUNT=8,LANES=2 - two faults at once
-stopped-rank        hosts.stopped_rank:stopped_rank 2 COUNT=5 computes a stopped rank writes no foreign byte
 differential        differential.campaign:differential 8 . - 1,397 requests answered as one vLLM server does
 seam                differential.campaign:seam 4 COUNT=200 - streams whose first token prefill samples
 streams             differential.deaths:streams 6 KILLS=4 - streams of every kind, and at the seam, outlive decode

@@ -5,20 +5,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import resource
 import signal
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-
-from testing.reports import report_of
 
 MEGABYTES = 64
 TIMEOUT_S = 60.0
@@ -66,8 +65,19 @@ class Child:
         self.process.kill()
         self.process.join(TIMEOUT_S)
 
-    def report(self) -> Any:
-        return report_of(self.process, self.pipe)
+    def report(self, within_s: float = 200.0) -> Any:
+        """Return the next object that the process sends.
+
+        Raises RuntimeError if the process ends first, or sends nothing in time.
+        """
+        ready = wait([self.pipe, self.process.sentinel], within_s)
+        if not ready:
+            raise RuntimeError(f"{self.process.name} sent nothing within {within_s:g} s")
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            if self.pipe in ready:
+                return self.pipe.recv()
+        self.process.join(within_s)
+        raise RuntimeError(f"{self.process.name} ended with status {self.process.exitcode}; see stderr")
 
     def status(self) -> int | None:
         """Wait for the end of the process. Return its status; None if it does not end."""

@@ -159,8 +159,6 @@ def _moment(rng: random.Random, resume_s: float | None) -> float | None:
 AT_ONCE_S, WITHIN_S = 0.05, 1.5
 """Half of the second faults follow in less than AT_ONCE_S, the others in less than WITHIN_S."""
 
-HARD_WEIGHT = 6
-
 
 @dataclass(frozen=True)
 class FaultPair:
@@ -203,14 +201,13 @@ def kinds(tp_sizes: tuple[int, int]) -> list[Fault]:
 
 
 def pair_cells(tp_sizes: tuple[int, int]) -> list[tuple[Fault, Fault]]:
-    """Return all ordered pairs of kinds with different victims, the hard ones HARD_WEIGHT times."""
+    """Return all ordered pairs of kinds with different victims."""
 
     def victim(fault: Fault) -> tuple[str, str, str]:
         return fault.family, fault.target, fault.part
 
     every = kinds(tp_sizes)
-    found = [(first, second) for first in every for second in every if victim(first) != victim(second)]
-    return found + [pair for pair in found if _hard(*pair)] * (HARD_WEIGHT - 1)
+    return [(first, second) for first in every for second in every if victim(first) != victim(second)]
 
 
 def _hard(first: Fault, second: Fault) -> bool:
@@ -220,11 +217,15 @@ def _hard(first: Fault, second: Fault) -> bool:
 
 
 def pairs(seed: int, tp_sizes: tuple[int, int]) -> Iterator[FaultPair]:
-    """Yield pairs without end. The second fault starts during the first one, or soon after it."""
+    """Yield pairs without end, hard ones first in each round.
+
+    The second fault starts during the first one, or soon after it.
+    """
     round_of, rng, index = pair_cells(tp_sizes), random.Random(seed), 0
     while True:
-        for first, second in rng.sample(round_of, len(round_of)):
-            phase = rng.choice(PHASES)
+        drawn = rng.sample(round_of, len(round_of))
+        for first, second in sorted(drawn, key=lambda pair: not _hard(*pair)):
+            phase = "transfer" if _hard(first, second) else rng.choice(PHASES)
             at_once = rng.random() < 0.5 and phase != "between"
             yield FaultPair(
                 index,
