@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,10 +50,7 @@ def _serve(argv: list[str], environment: dict[str, str], log: str) -> None:
 class Server:
     """One server.
 
-    ``members``  processes of the current start by part: ``api``, ``core`` (and ``core1``, … with
-                 data parallelism), ``rank0``, … (TP ranks of the first core, then of the next)
-    ``host``     address at which this process reaches the server
-    ``options``  further arguments of the server
+    ``members``  processes of the current start by part: ``api``, ``core``, ``rank0``, …
     ``forked``   whether the server forks from the fork server; False: it starts as a module, and
                  vLLM spawns its processes, as on a GPU
     """
@@ -64,9 +61,6 @@ class Server:
     folder: Path
     transfer: Mapping[str, object] | None
     environment: Mapping[str, str] = field(default_factory=dict)
-    host: str = "127.0.0.1"
-    data_parallel_size: int = 1
-    options: Sequence[str] = ()
     forked: bool = True
     starts: int = 0
     members: dict[str, psutil.Process] = field(default_factory=dict)
@@ -74,7 +68,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> Path:
@@ -85,14 +79,12 @@ class Server:
         self.starts += 1
         self.members = {}
         argv = [
-            *("--model", str(MODEL_DIR), "--served-model-name", MODEL, "--host", self.host, "--port", str(self.port)),
+            *("--model", str(MODEL_DIR), "--served-model-name", MODEL),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-batched-tokens", "256"),
             *("--max-model-len", "2048", "--max-num-seqs", "16", "--no-enable-prefix-caching"),
             *("--num-gpu-blocks-override", str(POOL_BLOCKS), "--tensor-parallel-size", str(self.tp_size)),
         ]
-        if self.data_parallel_size > 1:
-            argv += ["--data-parallel-size", str(self.data_parallel_size)]
-        argv += self.options
         if self.transfer is not None:
             argv += ["--kv-transfer-config", json.dumps(self.transfer)]
         if not self.forked:
@@ -149,24 +141,19 @@ class Server:
         assert self._api is not None
         self.members = {"api": self._api}
         for child in self._api.children():
-            title = " ".join(child.cmdline())
-            if core := re.search(r"EngineCore(?:_DP(\d+))?", title):
-                index = int(core[1] or 0)
-                self.members[f"core{index or ''}"] = child
-                self._find_workers(child, index * self.tp_size)
-            elif "DPCoordinator" in title:
-                self.members["coordinator"] = child
-        ranks = range(self.tp_size * self.data_parallel_size)
-        missing = {"core", *(f"rank{rank}" for rank in ranks)} - self.members.keys()
+            if "EngineCore" in " ".join(child.cmdline()):
+                self.members["core"] = child
+                self._find_workers(child)
+        missing = {"core", *(f"rank{rank}" for rank in range(self.tp_size))} - self.members.keys()
         if missing:
             raise RuntimeError(f"{self.name}: no process for {', '.join(sorted(missing))} in {self.members}")
         free_cores([process.pid for process in self.members.values()])
 
-    def _find_workers(self, core: psutil.Process, first: int) -> None:
+    def _find_workers(self, core: psutil.Process) -> None:
         for child in core.children(recursive=True):
             title = " ".join(child.cmdline()).strip()
-            if rank := re.search(r"Worker(?:_DP\d+)?(?:_TP(\d+))?$", title):
-                self.members[f"rank{first + int(rank[1] or 0)}"] = child
+            if rank := re.search(r"Worker(?:_TP(\d+))?$", title):
+                self.members[f"rank{rank[1] or 0}"] = child
 
     def processes(self, part: str) -> list[psutil.Process]:
         """Return the processes of a part (``members``); the part ``tree`` has all of them."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -19,7 +17,7 @@ from testing.ports import free_port
 from testing.servers import Server
 from tests.campaigns.faults import schedule
 from tests.campaigns.faults.lane import START_S, Lane
-from tests.campaigns.faults.presets import connector as named
+from tests.campaigns.faults.presets import PRESETS
 from tests.campaigns.faults.questions import Questions, known
 from tests.campaigns.faults.schedule import Fault, FaultPair
 from tests.campaigns.runner import Report
@@ -44,13 +42,15 @@ async def ask_plain_engine(folder: Path, damage: float = 0.0) -> Questions:
         plain.destroy()
 
 
-async def play(report: Report, which: str, todo: Faults, lanes: int, damage: float, **shape: Any) -> None:
+async def play(
+    report: Report, which: str, todo: Faults, lanes: int, damage: float, tp: tuple[int, int] = (1, 1)
+) -> None:
     """Run lanes that take the next fault each, until the last one or SIGTERM."""
     task = asyncio.current_task()
     assert task is not None
     # The servers are in sessions of their own and would stay.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    questions = await ask_plain_engine(report.folder, damage)
+    connector, questions = PRESETS[which], await ask_plain_engine(report.folder, damage)
 
     async def drive(lane: Lane) -> None:
         try:
@@ -78,14 +78,14 @@ async def play(report: Report, which: str, todo: Faults, lanes: int, damage: flo
 
     async with client() as http, asyncio.TaskGroup() as group:
         for number in range(lanes):
-            group.create_task(drive(Lane(named(which), report.folder / f"lane-{number}", questions, http, **shape)))
+            group.create_task(drive(Lane(connector, report.folder / f"lane-{number}", questions, http, tp)))
 
 
-def _chosen(faults: Faults, count: int, only: str, minutes: float) -> Faults:
-    """Yield the first faults, or those with the numbers ``only``; begin none after ``minutes``."""
-    until, numbers = time.monotonic() + 60 * minutes, [int(number) for number in only.split()]
+def _chosen(faults: Faults, count: int, only: str) -> Faults:
+    """Yield the first faults, or those with the numbers ``only``."""
+    numbers = [int(number) for number in only.split()]
     for fault in itertools.islice(faults, max(numbers, default=count - 1) + 1):
-        if time.monotonic() < until and (not numbers or fault.index in numbers):
+        if not numbers or fault.index in numbers:
             yield fault
 
 
@@ -101,19 +101,14 @@ def faults(
     seed: int = 1,
     connector: str = "tandem",
     tp: str = "1:1",
-    dp: str = "1:1",
-    speculation: bool = False,
     lanes: int = 1,
     only: str = "",
     match: str = "",
-    minutes: float = 1e6,
     damage: float = 0.0,
 ) -> None:
     """The first ``count`` faults of a seed that match ``match``, or those numbered ``only``."""
-    sizes, ranks = _sizes(tp), _sizes(dp)
-    drawn: Faults = schedule.schedule(seed, (sizes[0] * ranks[0], sizes[1] * ranks[1]), match)
-    todo = _chosen(drawn, count, only, minutes)
-    asyncio.run(play(report, connector, todo, lanes, damage, tp=sizes, dp=ranks, drafts=speculation))
+    todo = _chosen(schedule.schedule(seed, _sizes(tp), match), count, only)
+    asyncio.run(play(report, connector, todo, lanes, damage, _sizes(tp)))
 
 
 def pairs(
@@ -124,9 +119,8 @@ def pairs(
     tp: str = "2:1",
     lanes: int = 1,
     only: str = "",
-    minutes: float = 1e6,
     damage: float = 0.0,
 ) -> None:
     """Two faults at a time."""
-    todo = _chosen(schedule.pairs(seed, _sizes(tp)), count, only, minutes)
-    asyncio.run(play(report, "tandem", todo, lanes, damage, tp=_sizes(tp)))
+    todo = _chosen(schedule.pairs(seed, _sizes(tp)), count, only)
+    asyncio.run(play(report, "tandem", todo, lanes, damage, _sizes(tp)))

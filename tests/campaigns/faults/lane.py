@@ -6,7 +6,6 @@ Several lanes may share a machine: most of a fault's time is spent on deadlines.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import re
 import signal
@@ -27,12 +26,10 @@ from tests.campaigns.faults.judge import Case, Outcome, Pool, findings, judge, l
 from tests.campaigns.faults.presets import Connector
 from tests.campaigns.faults.questions import Questions
 from tests.campaigns.faults.schedule import Fault, FaultPair
-from tests.campaigns.faults.trials import Router, Trial, to_rank
+from tests.campaigns.faults.trials import Router, Trial
 
 START_S = 240.0
 LOOK_EVERY_S = 0.9
-SPECULATION = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}')
-"""Server arguments for n-gram speculation: prompts of the campaign repeat tokens."""
 
 Sizes = tuple[int, int]
 SELF_END_S = 15.0
@@ -45,8 +42,7 @@ _TROUBLE = re.compile(r"(Error|Exception|expired|timed out|Segmentation|assert|F
 class Lane:
     """Pair of servers into which a campaign injects faults, and the requests through both.
 
-    ``addresses``  answers of prefill's data-parallel ranks to ``describe``, for connectors that
-                   accept both legs at once
+    ``address``  prefill's answer to ``describe``, for connectors that accept both legs at once
     """
 
     connector: Connector
@@ -54,11 +50,8 @@ class Lane:
     questions: Questions
     client: httpx.AsyncClient
     tp: Sizes = (1, 1)
-    dp: Sizes = (1, 1)
-    drafts: bool = False
     prefill_tokens_per_s: float = 2000.0
-    addresses: list[dict[str, Any]] = field(default_factory=list)
-    sent: itertools.count[int] = field(default_factory=itertools.count)
+    address: dict[str, Any] = field(default_factory=dict)
     baseline: dict[str, int] = field(default_factory=dict)
     replaced_at: dict[str, float] = field(default_factory=dict)
     targets: set[str] = field(default_factory=set)
@@ -69,21 +62,9 @@ class Lane:
         self.trace.touch()
         sides = (("prefill", "producer"), ("decode", "consumer"))
         self.servers = {}
-        options = SPECULATION if self.drafts else ()
-        for (name, role), tp_size, dp_size in zip(sides, self.tp, self.dp, strict=True):
-            # A data-parallel rank listens on the side channel's port plus its number.
-            side_channel, *_ = [free_port() for _ in range(dp_size)]
-            transfer, environment = self.connector.server_arguments(role, side_channel, self.trace)
-            self.servers[name] = Server(
-                name,
-                free_port(),
-                tp_size,
-                self.folder,
-                transfer,
-                environment,
-                data_parallel_size=dp_size,
-                options=options,
-            )
+        for (name, role), tp_size in zip(sides, self.tp, strict=True):
+            transfer, environment = self.connector.server_arguments(role, free_port(), self.trace)
+            self.servers[name] = Server(name, free_port(), tp_size, self.folder, transfer, environment)
         self.prefill, self.decode = self.servers["prefill"], self.servers["decode"]
         self.router = Router(self.client, self.prefill.url, self.decode.url, self.connector.bound_s)
 
@@ -100,34 +81,28 @@ class Lane:
             self.baseline[name] = await self._used(name)
             self.replaced_at[name] = time.monotonic()
         if "prefill" in names and self.connector.together:
-            self.addresses = [await self._describe(rank) for rank in range(self.prefill.data_parallel_size)]
+            self.address = await self._describe()
 
-    async def _describe(self, rank: int) -> dict[str, Any]:
+    async def _describe(self) -> dict[str, Any]:
         params = {"do_remote_decode": True, "describe": True}
         body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "kv_transfer_params": params}
         url = f"{self.prefill.url}/v1/completions"
-        answer = await self.client.post(url, json=body, headers=to_rank(rank), timeout=30)
+        answer = await self.client.post(url, json=body, timeout=30)
         found: dict[str, Any] = answer.raise_for_status().json()["kv_transfer_params"]
         return found
 
     async def _used(self, name: str) -> int:
-        """Return the number of blocks in use, summed over all ranks.
+        """Return the number of blocks in use.
 
-        Sends a short request to each rank first, because an idle engine does not update its gauge.
+        Sends a short request first, because an idle engine does not update its gauge.
         """
         server = self.servers[name]
         body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "temperature": 0}
-        for rank in range(server.data_parallel_size):
-            headers = to_rank(rank) if server.data_parallel_size > 1 else None
-            answer = await self.client.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=5)
-            answer.raise_for_status()
+        answer = await self.client.post(f"{server.url}/v1/completions", json=body, timeout=5)
+        answer.raise_for_status()
         text = (await self.client.get(f"{server.url}/metrics", timeout=5)).text
-        usage = re.findall(r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", text, re.MULTILINE)
-        if len(usage) != server.data_parallel_size:
-            raise RuntimeError(
-                f"{server.url}/metrics has {len(usage)} samples of vllm:kv_cache_usage_perc, not one per rank"
-            )
-        return sum(round(float(part) * POOL_BLOCKS) for part in usage)
+        (usage,) = re.findall(r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", text, re.MULTILINE)
+        return round(float(usage) * POOL_BLOCKS)
 
     def destroy(self) -> None:
         for server in self.servers.values():
@@ -226,8 +201,7 @@ class Lane:
 
     async def _go(self, trial: Trial, at_once: bool) -> None:
         if at_once and self.connector.together:
-            rank = next(self.sent) % len(self.addresses)
-            await self.router.at_once(trial, self.addresses[rank], rank)
+            await self.router.at_once(trial, self.address)
         else:
             await self.router.in_turn(trial)
 

@@ -1,14 +1,9 @@
-"""Connectors that the campaign knows by name, and the limits of each.
-
-Any other vLLM connector with the public protocol (``do_remote_decode``, its answer's
-``kv_transfer_params`` passed on to decode) can be named by its KVTransferConfig as JSON.
-"""
+"""Connectors that the campaign knows by name, and the limits of each."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +25,6 @@ class Connector:
     for a port, ``side_channel_variable`` the environment variable.
     """
 
-    name: str
     transfer: Mapping[str, Any]
     bound_s: float
     lease_s: float
@@ -39,12 +33,11 @@ class Connector:
     traces: bool = False
     side_channel: str = ""
     side_channel_variable: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
 
     def server_arguments(self, role: str, port: int, trace: Path) -> tuple[dict[str, Any], dict[str, str]]:
         """Return ``--kv-transfer-config`` and environment of a server; ``port``: side channel."""
         extra = dict(self.transfer.get("kv_connector_extra_config", {}))
-        environment = dict(self.environment)
+        environment = {}
         if self.side_channel:
             extra[self.side_channel] = port
         if self.side_channel_variable:
@@ -59,12 +52,11 @@ _TANDEM = {"handshake_s": 4.0, "progress_s": 4.0, "cancel_s": 1.0, "lease_s": 5.
 _NIXL_LEASE_S = 8
 
 
-def _nixl(name: str, connector: str, policy: str = "fail", **extra: Any) -> Connector:
+def _nixl(connector: str, **extra: Any) -> Connector:
     """Return a connector of vLLM with a lease of 8 s (default 30), the rest as in its guide."""
     own = {"kv_lease_duration": _NIXL_LEASE_S, **extra}
     return Connector(
-        name,
-        {"kv_connector": connector, "kv_load_failure_policy": policy, "kv_connector_extra_config": own},
+        {"kv_connector": connector, "kv_load_failure_policy": "fail", "kv_connector_extra_config": own},
         bound_s=_NIXL_LEASE_S + COMPUTING_S,
         lease_s=_NIXL_LEASE_S,
         held_s=_NIXL_LEASE_S + 5.0,
@@ -74,7 +66,6 @@ def _nixl(name: str, connector: str, policy: str = "fail", **extra: Any) -> Conn
 
 PRESETS = {
     "tandem": Connector(
-        "tandem",
         {
             "kv_connector": "TandemConnector",
             "kv_connector_module_path": "connectors.vllm_hma.connector",
@@ -90,22 +81,6 @@ PRESETS = {
         traces=True,
         side_channel="side_channel_port",
     ),
-    "nixl": _nixl("nixl", "NixlConnector"),
-    "nixl-recompute": _nixl("nixl-recompute", "NixlConnector", "recompute"),
-    "nixl-push": _nixl("nixl-push", "NixlPushConnector", push_registration_timeout=_NIXL_LEASE_S),
+    "nixl": _nixl("NixlConnector"),
+    "nixl-push": _nixl("NixlPushConnector", push_registration_timeout=_NIXL_LEASE_S),
 }
-
-
-def connector(text: str) -> Connector:
-    """Return a preset by name, or a KVTransferConfig from JSON. Raises ValueError."""
-    if text in PRESETS:
-        return PRESETS[text]
-    try:
-        transfer = json.loads(text)
-        transfer.pop("kv_role", None)
-        return Connector(transfer["kv_connector"], transfer, bound_s=60.0, lease_s=30.0, held_s=60.0)
-    except (AttributeError, KeyError, ValueError):
-        presets = ", ".join(PRESETS)
-        raise ValueError(
-            f"CONNECTOR must be {presets} or a KVTransferConfig (kv_connector) as JSON: {text!r}"
-        ) from None

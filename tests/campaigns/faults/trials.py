@@ -111,34 +111,31 @@ class Router:
             if params is not None:
                 await self.decode(trial, params)
 
-    async def at_once(self, trial: Trial, address: Mapping[str, Any], rank: int = 0) -> None:
+    async def at_once(self, trial: Trial, address: Mapping[str, Any]) -> None:
         """Send both legs at the same time, for connectors that support it.
 
-        ``address``  answer of prefill's data-parallel ``rank`` to ``describe``
+        ``address``  prefill's answer to ``describe``
         """
         async with _record(trial):
             leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": trial.trial_id}
-            first = asyncio.ensure_future(self.prefill(trial, leg, sole=False, rank=rank))
+            first = asyncio.ensure_future(self.prefill(trial, leg, sole=False))
             try:
                 await self.decode(trial, dict(address) | {"transfer_id": trial.trial_id})
             finally:
                 first.cancel()
                 await asyncio.wait([first])
 
-    async def prefill(
-        self, trial: Trial, leg: Mapping[str, Any] = PRODUCE, sole: bool = True, rank: int | None = None
-    ) -> bool:
+    async def prefill(self, trial: Trial, leg: Mapping[str, Any] = PRODUCE, sole: bool = True) -> bool:
         """Run the prefill leg; return whether it succeeded.
 
         ``sole``  whether no other leg runs, so that a failure of this one is the request's failure
-        ``rank``  data-parallel rank of prefill; None: any
         """
         body = _body(trial) | {"max_tokens": 1, "stream": False, "kv_transfer_params": dict(leg)}
         trial.stamp("prefill_sent")
         failure = None
         try:
             async with asyncio.timeout(ROUTER_PREFILL_S):
-                headers = {"X-Request-Id": trial.request_id} | ({} if rank is None else to_rank(rank))
+                headers = {"X-Request-Id": trial.request_id}
                 answer = await self.client.post(f"{self.prefill_url}/v1/completions", json=body, headers=headers)
             if answer.status_code == 200:
                 trial.params = answer.json().get("kv_transfer_params")
@@ -209,11 +206,6 @@ class _record:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._trial.stamp("ended")
         self._trial.cancelled = kind is asyncio.CancelledError
-
-
-def to_rank(rank: int) -> dict[str, str]:
-    """Return vLLM's header that sends a request to a data-parallel rank."""
-    return {"X-data-parallel-rank": str(rank)}
 
 
 def _body(trial: Trial) -> dict[str, Any]:
