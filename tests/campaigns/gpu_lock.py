@@ -1,21 +1,14 @@
-"""Resolve requirements-gpu.lock with uv, or check it with pip.
+"""Resolve requirements-gpu.lock with uv.
 
-    python -m tests.campaigns.gpu_lock resolve --uv build/lock/bin/uv
-    python -m tests.campaigns.gpu_lock check --python build/lock/bin/python
+    python -m tests.campaigns.gpu_lock build/lock/bin/uv
 
-``resolve`` reads the wheels' metadata only. It keeps
-the releases of the current lock, and uses those of requirements-cpu.lock for new packages where the
-requirements allow them. So a second run changes nothing, and GPU engines run with the packages that
-the suite tests. ``check`` lets pip add dependencies to the lock and fails if it does. With an index
-without separate metadata files, pip downloads every wheel (4.2 GB, not cached). pip must not find
-PyTorch's CPU wheels, neither in an extra index nor through ``PIP_FIND_LINKS``: it prefers
-2.13.0+cpu to 2.13.0.
+It reads the wheels' metadata only. It keeps the releases of the current lock, and uses those of
+requirements-cpu.lock for new packages where the requirements allow them. So a second run changes
+nothing, and GPU engines run with the packages that the suite tests.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import subprocess
 import sys
@@ -82,32 +75,5 @@ def resolve(uv: str) -> None:
         print(line)
 
 
-def check(python: str) -> list[str]:
-    """Return pip's additions to or differences from the lock, one line per package."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        command = [python, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-cache-dir", "--quiet"]
-        command += ["--only-binary", ":all:", "--report", str(report), "-r", str(GPU_LOCK)]
-        subprocess.run(command, check=True)
-        installed = json.loads(report.read_text())["install"]
-    found = {name(one["metadata"]["name"]): one["metadata"]["version"] for one in installed}
-    print(f"pip would install {len(found)} packages; {len(pins(GPU_LOCK.read_text()))} are locked")
-    return changes(pins(GPU_LOCK.read_text()), found)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    actions = parser.add_subparsers(dest="action", required=True)
-    actions.add_parser("resolve").add_argument("--uv", required=True)
-    actions.add_parser("check").add_argument("--python", required=True)
-    options = parser.parse_args()
-    if options.action == "resolve":
-        resolve(options.uv)
-        return
-    differing = check(options.python)
-    print("\n".join(differing) or "tandem: pip adds nothing to requirements-gpu.lock")
-    sys.exit(1 if differing else 0)
-
-
 if __name__ == "__main__":
-    main()
+    resolve(sys.argv[1])
