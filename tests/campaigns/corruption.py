@@ -92,14 +92,11 @@ class Transfer:
     scene: Scene
     rng: np.random.Generator
     tables: list[np.ndarray]
-    strangers: np.ndarray
     units: list[UnitSet]
 
     @classmethod
     def draw(cls, scene: Scene, rng: np.random.Generator, at_least: int = 1) -> Transfer:
-        """Return a request with at least this number of units in some group; ``strangers`` are
-        producer blocks of other requests.
-        """
+        """Return a request with at least this number of units in some group."""
         groups, layout = scene.consumer.layout.groups, scene.pairs[0].producer.layout
         tokens = int(rng.integers(8 * at_least, 33)) if at_least > 1 else int(rng.integers(1, 33))
         src = rng.permutation(np.arange(1, layout.num_blocks))
@@ -114,7 +111,7 @@ class Transfer:
             blocks = BlockSet(np.arange(counts[1], dtype=np.int64), dst[: counts[1]])
             units.append(wanted_units(ours, blocks, shape, tokens))
             src, dst = src[counts[0] :], dst[counts[1] :]
-        return cls(scene, rng, tables, src, units)
+        return cls(scene, rng, tables, units)
 
     def moves(self, group: int, pair: Pair) -> Moves:
         """All units of a group."""
@@ -227,14 +224,6 @@ def swapped_heads(transfer: Transfer) -> None:
     pages[[a, b]] = pages[[b, a]]
 
 
-def dropped_group(transfer: Transfer) -> None:
-    """Undo all writes of one group: its memory has its former content."""
-    pair, group = transfer.pick()
-    runs = build_runs(pair.plan, [transfer.moves(group, pair)])
-    for address, length in zip(runs.dst.tolist(), runs.length.tolist(), strict=True):
-        np.bitwise_not(bytes_of := view(address, length, transfer.scene.consumer), out=bytes_of)
-
-
 def truncated_tail(transfer: Transfer) -> None:
     """Undo the end of a write: a part of its last run, or some of its last runs as well."""
     runs = transfer.runs(transfer.pick()[0])
@@ -244,15 +233,6 @@ def truncated_tail(transfer: Transfer) -> None:
         keep = int(transfer.rng.integers(length)) if at == len(runs) - lost else 0
         tail = view(int(runs.dst[at]) + keep, length - keep, transfer.scene.consumer)
         np.bitwise_not(tail, out=tail)
-
-
-def another_requests_block(transfer: Transfer) -> None:
-    """Replace one unit by the content of another request's block of the producer."""
-    pair, group = transfer.pick()
-    move = transfer.moves(group, pair)
-    at = transfer.rng.integers(len(move))
-    stranger = transfer.rng.choice(transfer.strangers, 1)
-    execute(build_runs(pair.plan, [replace(part(move, slice(at, at + 1), None), src_ids=stranger)]))
 
 
 @dataclass(frozen=True)
@@ -270,7 +250,5 @@ DAMAGES = {
     "flipped byte": Damage(flipped_byte),
     "swapped blocks": Damage(swapped_blocks, units=2),
     "swapped head slice": Damage(swapped_heads, heads=2),
-    "dropped group": Damage(dropped_group),
     "truncated tail": Damage(truncated_tail),
-    "block from another request": Damage(another_requests_block),
 }
