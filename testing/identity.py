@@ -1,4 +1,4 @@
-"""Compare a prefill/decode pair with one engine: tokens and logprobs must be equal."""
+"""Prompts for a pair of engines, and the difference of its answers from one engine's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from testing.engines import Answer, Pair
+from testing.engines import Answer
 from testing.models import VOCABULARY, WINDOW_TOKENS
 
 BLOCK_TOKENS = 32
@@ -54,26 +54,3 @@ class Outcome:
     checked: int
     wrong: tuple[str, ...]
     worst_logprob: float
-
-
-async def compare(
-    pair: Pair,
-    cases: Sequence[tuple[list[int], Answer]],
-    tolerance: float = LOGPROB_TOLERANCE,
-    tokens: int = MAX_TOKENS,
-) -> Outcome:
-    """Send every prompt through the pair and compare the answers with the references.
-
-    Every fourth prompt has its legs in sequence, the others both legs at once. References and
-    answers have ``tokens`` tokens.
-    """
-    wrong: list[str] = []
-    worst = 0.0
-    for index, (prompt, reference) in enumerate(cases):
-        send = pair.in_turn if index % 4 == 3 else pair.together
-        answer = await send(prompt, tokens)
-        worst = max(worst, abs(reference.logprobs[0][0][1] - answer.logprobs[0][0][1]))
-        problem = difference(reference, answer, tolerance)
-        if problem:
-            wrong.append(f"{len(prompt)} tokens, {send.__name__}: {problem}")
-    return Outcome(len(cases), tuple(wrong), worst)

@@ -13,8 +13,6 @@ ENDINGS = ("abort", "leave", "discard", "crash_prefill", "crash_decode")
 engine dies.
 """
 
-SIZES = ((1, 1), (1, 2), (2, 1), (2, 2))
-
 
 def quick() -> Iterator[Scenario]:
     """All sizes, with fewer simultaneous faults for larger ones.
