@@ -14,7 +14,6 @@ alerts              manifests:alerts 1 - promtool promtool's tests of the alerts
 plans               suites:plans 2 . computes plans of all shapes equal an oracle's
 corruption          suites:corruption 3 . computes digests detect all damaged transfers
 fuzz-connector      fuzz.connector:connector 3 COUNT=100 computes hostile peers damage no transfer
-mutations           mutations:mutations 60 - computes mutants of the pure core that no test kills
 explore             protocol.explore:explore 10 PART=1/6 computes every interleaving of small transfers
 schedules           schedules.scheduling:schedules 3 . computes random steps of vLLM's scheduler, with drafts too
 store-faults        store.campaign:store_faults 5 . computes faults in the KV store
