@@ -20,7 +20,7 @@ from tests.campaigns.runner import Report
 from tests.campaigns.store.faults import FAULTS
 from tests.campaigns.store.world import Outcome, World
 
-MAX_GROWTH_MIB = 32
+MAX_GROWTH_BYTES = 32 << 20
 _WARM_UP = 0.3
 _CHECK_EVERY = 10
 
@@ -30,7 +30,8 @@ def run(root: Path, memory: Path, seed: int, faults: int, without: frozenset[str
     world = World(root, memory, seed)
     chosen = {fault: weight for fault, weight in FAULTS.items() if fault.__name__ not in without}
     dice = random.Random(f"faults {seed}")
-    grown = Growth()
+    process = psutil.Process()
+    threads, descriptors, before = threading.active_count(), process.num_fds(), 0
     for number in range(faults):
         fault = dice.choices(list(chosen), list(chosen.values()))[0]
         fault(world)
@@ -39,38 +40,19 @@ def run(root: Path, memory: Path, seed: int, faults: int, without: frozenset[str
         if number % _CHECK_EVERY == 0:
             world.check_budget()
         if number == int(faults * _WARM_UP):
-            grown.begin()
+            gc.collect()
+            before = process.memory_info().rss
     world.close()
-    world.outcome.leaked += grown.end()
+    gc.collect()
+    time.sleep(0.2)
+    for what, more, most in (
+        ("bytes of memory", process.memory_info().rss - before, MAX_GROWTH_BYTES),
+        ("threads", threading.active_count() - threads, 0),
+        ("file descriptors", process.num_fds() - descriptors, 0),
+    ):
+        if more > most:
+            world.outcome.leaked.append(f"{more} {what} are left")
     return world.outcome
-
-
-class Growth:
-    """Memory, threads and descriptors of this process between two moments."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._before: tuple[int, int] | None = None
-        self._threads = threading.active_count()
-        self._descriptors = self._process.num_fds()
-
-    def begin(self) -> None:
-        gc.collect()
-        self._before = (self._process.memory_info().rss, 0)
-
-    def end(self) -> list[str]:
-        gc.collect()
-        time.sleep(0.2)
-        found = []
-        if self._before is not None:
-            growth = (self._process.memory_info().rss - self._before[0]) >> 20
-            if growth > MAX_GROWTH_MIB:
-                found.append(f"memory grew by {growth} MiB")
-        if threading.active_count() > self._threads:
-            found.append(f"{threading.active_count() - self._threads} threads are left")
-        if self._process.num_fds() > self._descriptors:
-            found.append(f"{self._process.num_fds() - self._descriptors} file descriptors are left")
-        return found
 
 
 def store_faults(report: Report, *, count: int = 10_000, seed: int = 1) -> None:
