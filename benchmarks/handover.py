@@ -25,12 +25,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import REGISTRY
+
 from benchmarks.engines import ROLES, Side, in_turn, random_prompt, start_arms, start_side, together, transfer_config
 from benchmarks.report import ratios, spread, summary, turns, write
 from testing.engines import describe
 from testing.models import WINDOW_TOKENS, benchmark_gemma3
 from testing.trace import read_trace
-from testing.transfer_bytes import nixl_bytes, written_bytes
 
 DECODE_TOKENS = 9
 NIXL_FIRST_PORT = 5600
@@ -53,6 +54,12 @@ def landed_early(events: list[dict[str, Any]]) -> float:
     done = {event["write"]: event["t"] for event in events if event["event"] == "written"}
     writes = [(event["bytes"].get(full, 0), done[event["write"]]) for event in events if event["event"] == "write"]
     return sum(count for count, at in writes if at <= last_chunk_ended) / sum(count for count, _ in writes)
+
+
+def nixl_bytes() -> float:
+    """Return the number of bytes that NixlConnector's metrics report as moved."""
+    samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+    return sum(sample.value for sample in samples if sample.name == "vllm:nixl_bytes_transferred_sum")
 
 
 async def measure(
@@ -89,7 +96,9 @@ async def measure(
                 prefill, decode = await sent
                 await asyncio.sleep(0.2)
                 events = read_trace(trace, seen) if address else []
-                moved = written_bytes(events) if address else nixl_bytes() - before
+                moved = nixl_bytes() - before
+                if address:
+                    moved = sum(sum(event["bytes"].values()) for event in events if event["event"] == "write")
             first, last = prefill.output.metrics, decode.output.metrics
             assert first is not None
             assert last is not None
