@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -213,25 +212,10 @@ def test_a_process_that_was_never_seen_needs_a_witness_at_its_address(
     assert verdicts(monkeypatch, [elsewhere, suspect(ProcessIdentity(), False, unseen.met_at)], [witness]) == []
 
 
-def test_a_malformed_host_ends_no_thread(refusing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It proves nothing, and does not prevent the detection of other deaths."""
-    broken: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr(threading, "excepthook", broken.append)
-    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
-    lost: list[Peer] = []
-    watcher = WorkerProbe(0.2, b"", lambda peer, _: lost.append(peer))
-    try:
-        for number, host in enumerate(MALFORMED):
-            with pytest.raises(HandshakeError):
-                fetch_metadata(host, refusing, "p", 0.2)
-            bad = Suspect(Peer(f"bad {number}", 0), GONE, False, EngineAddress("bad", host, refusing))
-            gone = Suspect(Peer(f"gone {number}", 0), GONE, True, None)
-            watcher.watch({bad, gone}, [])
-            until(partial(lost.__contains__, gone.peer))
-        assert not [peer for peer in lost if peer.incarnation.startswith("bad")]
-        assert not broken
-    finally:
-        watcher.close()
+@pytest.mark.parametrize("host", MALFORMED)
+def test_a_malformed_host_is_no_engine(refusing: int, host: str) -> None:
+    with pytest.raises(HandshakeError):
+        fetch_metadata(host, refusing, "p", 0.2)
 
 
 def test_a_probe_that_cannot_start_or_report_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
