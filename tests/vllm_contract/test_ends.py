@@ -85,17 +85,6 @@ def fail_the_write(producer: Worker) -> None:
     let_go(producer)
 
 
-def test_a_write_that_hangs_is_no_sign_of_life(impatient: Make) -> None:
-    producer, consumer = both_ends(impatient)
-    assert results(consumer) == FAILED
-    assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT]))
-    assert (consumer.runtime.counts()["quarantined"], consumer.runtime.report()) == (1, None)
-    let_go(producer)
-    until(lambda: consumer.runtime.counts()["quarantined"] == 0)
-    assert consumer.runtime.report() == WorkerReport(QuarantineReport(ended=[KEPT]))
-    assert (consumer.runtime.results(), consumer.runtime.report()) == (NOTHING, None)
-
-
 @pytest.mark.parametrize("fails", [False, True], ids=["silent", "its write has failed"])
 def test_only_a_supervisor_ends_the_quarantine_of_a_lost_engine(impatient: Make, fails: bool) -> None:
     """Neither answers Cancel, however often it is sent. A report of another host has no effect."""
