@@ -43,10 +43,13 @@ def sums_of(content: bytes) -> list[int]:
 
 
 def test_keys_are_fixed() -> None:
-    """Engines of all releases and devices must use the same keys."""
+    """Engines of all releases and devices must use the same keys. An odd key detects every change
+    of its word.
+    """
     assert tuple(int(key) % 2**64 for key in KEYS[:3]) == FIRST_KEYS
     assert int(KEYS[-1]) % 2**64 == LAST_KEY
     assert len(KEYS) == 4096
+    assert (KEYS % 2 == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -100,16 +103,6 @@ def test_a_stream_is_the_xxh3_of_its_sums_in_order() -> None:
             stream.feed(address + 24 * part, 24)
         assert stream.digest() == expected.digest()
     assert memory.new_stream().digest() == xxhash.xxh3_128_digest(b"")
-
-
-def test_every_change_of_one_bit_is_found() -> None:
-    """Keys are odd: every change of one word is detected."""
-    content = bytearray(np.random.default_rng(2).bytes(512))
-    before = sums_of(bytes(content))
-    for bit in range(8 * len(content)):
-        content[bit // 8] ^= 1 << bit % 8
-        assert sums_of(bytes(content)) != before
-        content[bit // 8] ^= 1 << bit % 8
 
 
 def test_what_both_ends_use_depends_on_both() -> None:

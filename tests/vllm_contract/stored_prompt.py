@@ -16,6 +16,7 @@ from connectors.store.settings import StoreSettings
 from connectors.store.tiers.objects import ObjectName
 from connectors.vllm_hma.kv_store.orders import RankCache, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from tests.planning.builders import Shape, make_engine
 from tests.vllm_contract.workers import until
 
@@ -53,6 +54,13 @@ class Host:
             assert offset is not None
             store.commit(ref, ObjectName(store.space, chain.key(ref), ref.group, ref.end_token), offset)
         until(store.idle)
+
+
+def store_worker(spoiled: SpoiledSteps) -> StoreWorker:
+    """Return the store of one rank, which works on cache RANK."""
+    made = StoreWorker(StoreSettings(path="/unused", chunk_tokens=CHUNK, staging_mib=1), 4096, spoiled)
+    made.register(RANK.layout)
+    return made
 
 
 def new_request(scheduler: StoreScheduler, name: str = "r") -> Request:

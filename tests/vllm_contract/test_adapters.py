@@ -37,7 +37,7 @@ from testing.adapters import ADAPTED, RANK, lora_adapter
 from tests.vllm_contract import scheduler_sides as sides
 from tests.vllm_contract.caches import cache_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import PROMPT, Host, matched, reserve
-from tests.vllm_contract.workers import ARRIVED, EXPECT, FAILED, SENT, WHOLE, Worker, receive, results, until
+from tests.vllm_contract.workers import EXPECT, FAILED, SENT, Worker, receive, results, until
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -204,7 +204,11 @@ def test_both_requests_of_a_transfer_name_the_loaded_content(tmp_path: Path, old
     def digests(producer: LoRARequest | None, consumer: LoRARequest | None) -> tuple[str, str]:
         (expect,) = sides.start(sides.scheduler(), sides.request(sides.PRODUCE, lora=producer)).expects
         (ordered,) = sides.start(sides.scheduler(), sides.request(sides.CONSUME, lora=consumer)).receives
-        return prefill.claims().expect(expect).prompt_digest, decode.claims().receive(ordered).prompt_digest
+        claims = prefill.claims()
+        found = claims.expect(expect).prompt_digest, decode.claims().receive(ordered).prompt_digest
+        claims.finished(expect.request_id)
+        assert len(claims) == 0
+        return found
 
     same = digests(LoRARequest("name", 1, str(old)), LoRARequest("name", 1, str(copy)))
     assert same[0] == same[1]
@@ -251,21 +255,6 @@ def test_prefill_does_not_send_kv_of_two_adapters(
     assert results(consumer) == FAILED
     assert results(producer) == ({"q"}, set(), set())
     assert (consumer.cache[5] == 0).all(), "nothing of the second step was written"
-
-
-def test_prefill_sends_kv_of_an_adapter_that_is_loaded_again(worker: Callable[..., Worker], old: Path) -> None:
-    """vLLM loads an evicted adapter again; the files have not changed."""
-    engine, producer, consumer = Engine(), worker("p"), worker("c")
-    engine.load(old)
-    claims, adapter = engine.claims(), Adapter(1, str(old))
-    producer.step(expects=[claims.expect(replace(EXPECT, adapter=adapter))])
-    engine.load(old)
-    assert (claims.take_outdated(), len(claims)) == (set(), 1)
-    producer.step(chunks=[WHOLE])
-    consumer.step(receives=[claims.receive(replace(receive(producer.address), adapter=adapter))])
-    assert results(consumer) == ARRIVED
-    claims.finished("q")
-    assert len(claims) == 0
 
 
 def with_adapter(scheduler: StoreScheduler, name: str) -> Request:

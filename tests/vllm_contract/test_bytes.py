@@ -28,7 +28,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connectors.errors import IncompatiblePeerError
-from connectors.planning.blocks import UnitShape
 from connectors.planning.descriptors import build_runs
 from connectors.planning.plan import check_compatible
 from connectors.store.copying import copy_runs
@@ -269,35 +268,6 @@ def deepseek_v4_specs() -> dict[str, KVCacheSpec]:
 def padded_rank() -> MemoryRank:
     """One group per kind of page, and another group of the windows' spec."""
     return memory_rank(config(block_size=256), deepseek_v4_specs(), KVCacheLayout.BLNHC)
-
-
-def test_every_byte_of_a_deepseek_v4_cache() -> None:
-    """All groups of one transfer, with their own blocks; padding between the pages stays
-    unchanged.
-    """
-    producer, consumer, expected = (padded_rank() for _ in range(3))
-    groups = [(group.layer_names, consumer.layout.groups[i]) for i, group in enumerate(consumer.cache.kv_cache_groups)]
-    assert sorted(group.block_tokens for _, group in groups) == [4, 8, 64, 64, 256]
-    producer.storage()[:] = np.random.default_rng(2).integers(0, 256, producer.storage().shape, np.uint8)
-    for rank in (consumer, expected):
-        rank.storage()[:] = 0xA5
-    moves = []
-    for number, (layers, group) in enumerate(groups):
-        src, dst = 10 + number, 50 + number
-        for layer in layers:
-            expected.bytes_of(layer)[dst] = producer.bytes_of(layer)[src]
-        (plan,) = plans_for([producer], consumer)
-        shape = plan.groups[group.index].shape
-        assert shape == UnitShape(group.block_tokens, 1, 1)
-        moves.append(units(group.index, shape, [(src, 0)], [(dst, 0)]))
-    transfer([producer], consumer, moves)
-    assert np.array_equal(consumer.storage(), expected.storage())
-    (padded,) = {
-        (view.stride(0), view.shape[2] * view.shape[3])
-        for layer, view in consumer.views.items()
-        if layer.endswith("window")
-    }
-    assert padded[1] == 64 * 584 < 37440 < padded[0], "a page is padded to a multiple of 576 bytes"
 
 
 def test_packed_states_are_not_cut() -> None:

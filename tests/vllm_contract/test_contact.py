@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from connectors.codec import encode, encode_agent_metadata
 from connectors.errors import FailedWriteError, HandshakeError, PeerSecretError, StaleReferenceError, TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
-from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Cancel, Envelope, Hello, Peer, Welcome
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.handshake import handshaker, message_sender
@@ -77,17 +75,6 @@ def test_an_engine_that_does_not_fit(
     consumer.step(receives=[receive(producer.address)])
     assert results(consumer) == FAILED
     assert reason in caplog.text
-
-
-@pytest.mark.parametrize("answers", [False, True], ids=["nobody", "a producer without the request"])
-def test_a_prompt_that_nobody_produces(impatient: Make, answers: bool) -> None:
-    """A producer whose request never arrives is cancelled; its answer frees the blocks."""
-    producer, consumer = impatient("p"), impatient("c")
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        nobody = EngineAddress("p", "127.0.0.1", unused.getsockname()[1])
-        consumer.step(receives=[receive(producer.address if answers else nobody)])
-        assert results(consumer) == FAILED
 
 
 def test_another_start_at_the_same_address(worker: Make) -> None:

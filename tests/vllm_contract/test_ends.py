@@ -85,29 +85,6 @@ def fail_the_write(producer: Worker) -> None:
     let_go(producer)
 
 
-def test_an_abort_while_the_last_write_is_in_flight(worker: Make) -> None:
-    """The transfer is aborted before a step may overwrite its blocks: no Fin."""
-    producer, consumer = both_ends(worker)
-    orders = Orders(finished=[Finished("q", False, "aborted")])
-    producer.runtime.before_forward(orders)
-    let_go(producer)
-    producer.runtime.after_forward(orders)
-    assert results(consumer) == FAILED
-    producer.step(expects=[dataclasses.replace(EXPECT, transfer_id="u")], finished=[Finished("q", False, "aborted")])
-    assert producer.runtime.counts()["live"] == 0, "a request that comes and goes between two steps"
-
-
-def test_a_write_that_hangs_is_no_sign_of_life(impatient: Make) -> None:
-    producer, consumer = both_ends(impatient)
-    assert results(consumer) == FAILED
-    assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT]))
-    assert (consumer.runtime.counts()["quarantined"], consumer.runtime.report()) == (1, None)
-    let_go(producer)
-    until(lambda: consumer.runtime.counts()["quarantined"] == 0)
-    assert consumer.runtime.report() == WorkerReport(QuarantineReport(ended=[KEPT]))
-    assert (consumer.runtime.results(), consumer.runtime.report()) == (NOTHING, None)
-
-
 @pytest.mark.parametrize("fails", [False, True], ids=["silent", "its write has failed"])
 def test_only_a_supervisor_ends_the_quarantine_of_a_lost_engine(impatient: Make, fails: bool) -> None:
     """Neither answers Cancel, however often it is sent. A report of another host has no effect."""
@@ -137,6 +114,18 @@ def test_the_end_of_the_consumers_process_ends_the_memory_of_a_failed_write(
     assert snapshot(producer.runtime).producer.failed == {Peer("c", 0): {"t"}}
     monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
     until(lambda: not snapshot(producer.runtime).producer.failed and not snapshot(producer.runtime).probed)
+
+
+def test_the_end_of_the_producers_process_ends_a_quarantine(impatient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No report is needed, also if the engine core ended before."""
+    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
+    producer, consumer = both_ends(impatient)
+    producer.server.close()
+    assert results(consumer) == FAILED
+    until(lambda: snapshot(consumer.runtime).probed == {Peer("p", 0)})
+    assert consumer.runtime.counts()["quarantined"] == 1
+    monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
+    until(lambda: consumer.runtime.counts()["quarantined"] == 0 and not snapshot(consumer.runtime).probed)
 
 
 def test_an_engine_that_hangs_keeps_no_consumer_waiting(worker: Make) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import Gemma4TextConfig, PretrainedConfig
@@ -46,7 +45,7 @@ from tests.vllm_contract.caches import (
     views,
     vllm_config,
 )
-from tests.vllm_contract.memory_engines import MemoryRank, heads_of, memory_rank, transfer, whole_blocks
+from tests.vllm_contract.memory_engines import MemoryRank, memory_rank
 
 # ---- translate -----------------------------------------------------------------------------------
 
@@ -340,7 +339,6 @@ def test_a_state_group_of_a_layout(config: VllmConfig) -> None:
 LOCAL_HEADS, GLOBAL_HEADS = 4, 2
 SLIDING = [f"model.layers.{i}.self_attn.attn" for i in range(5)]
 FULL = "model.layers.5.self_attn.attn"
-TP_PAIRS = [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
 @cache
@@ -389,31 +387,6 @@ def test_every_layer_has_its_own_number_of_heads(folder: Path, tp_size: int) -> 
     for rank in engine(folder, tp_size):
         totals = {pages.layer: pages.total_heads for group in rank.layout.groups for pages in group.layers}
         assert totals == dict.fromkeys(SLIDING, LOCAL_HEADS) | {FULL: GLOBAL_HEADS}
-
-
-@pytest.mark.parametrize(("producer_tp", "consumer_tp"), TP_PAIRS)
-def test_every_head_arrives_where_it_belongs(folder: Path, producer_tp: int, consumer_tp: int) -> None:
-    """One block of each group moves; all other bytes of the consumer, padding and blocks, stay
-    unchanged.
-    """
-    producers, consumers = engine(folder, producer_tp), engine(folder, consumer_tp)
-    # Groups share memory, so each has its own block. The groups of both engines are the same.
-    blocks = {layer: 1 + number for number, layer in enumerate((*SLIDING, FULL))}
-    draw, content = np.random.default_rng(1), {}
-    for layer in blocks:
-        shape = consumers[0].bytes_of(layer).shape[2:]
-        heads = GLOBAL_HEADS if layer == FULL else LOCAL_HEADS
-        content[layer] = draw.integers(0, 256, (heads, *shape), np.uint8)
-        for rank, producer in enumerate(producers):
-            producer.bytes_of(layer)[blocks[layer]] = heads_of(content[layer], rank, producer_tp)
-    for rank, (consumer, expected) in enumerate(zip(consumers, engine(folder, consumer_tp), strict=True)):
-        for each in (consumer, expected):
-            each.storage()[:] = 0xA5
-        for layer, sent in content.items():
-            expected.bytes_of(layer)[100 + blocks[layer]] = heads_of(sent, rank, consumer_tp)
-        sources = [blocks[group.layer_names[0]] for group in consumer.cache.kv_cache_groups]
-        transfer(producers, consumer, [whole_blocks(index, at, 100 + at) for index, at in enumerate(sources)])
-        assert np.array_equal(consumer.storage(), expected.storage())
 
 
 def case_config(overrides: dict[str, Any]) -> VllmConfig:

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import REGISTRY
-from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from actors.replay_log import KvArrivals, KvTimes
 from connectors.vllm_hma.connector import TandemConnector
@@ -153,18 +152,6 @@ def test_arrivals_that_nobody_asks_for_do_not_pile_up() -> None:
         whole.aggregate(step)
     assert len(whole.data["arrivals"]) == ARRIVALS_KEPT
     assert "r2999" in whole.data["arrivals"]
-
-
-def test_a_second_engine_of_a_process_registers_its_own(
-    metrics: TandemPromMetrics, registered: Callable[..., Any]
-) -> None:
-    """vLLM unregisters the metrics of the previous engine."""
-    unregister_vllm_metrics()
-    second = registered(TandemConnector)
-    tally = RankTally(0)
-    tally.write_ended("done")
-    observe(second, tally.take({}))
-    assert value("vllm:tandem_kv_writes_total", outcome="done") == 1
 
 
 def test_the_log_line_of_an_interval_adds_its_steps() -> None:

@@ -111,32 +111,13 @@ def asked(side: SchedulerConnector, *requests: Request) -> list[int | None]:
     return [side.consumptions.matched_tokens(each, 0) for each in requests]
 
 
-def test_a_request_that_none_waits_before_takes_its_blocks_at_once() -> None:
-    """Prefill is idle as far as this engine knows. The second request waits until prefill reports;
-    another producer's does not.
-    """
-    side = scheduler()
-    one, two, other = consume("d1"), consume("d2", "t2"), consume("d3", "t3", remote_engine_id="p2")
-    for each in (one, two, other):
-        side.new_request(each)
-    assert asked(side, one, two, other) == [49, None, 49]
-    side.consumptions.after_alloc(one, ([1, 2],), 49)
-    assert asked(side, two) == [None]
-    leave(side, one)
-    assert asked(side, two) == [None]
-    side.consumptions.due([Due("d2", "t2", None)])
-    side.consumptions.after_alloc(two, ([3, 4],), 49)
-    leave(side, two)
-    three = consume("d4", "t4")
-    side.new_request(three)
-    assert asked(side, three) == [49]
-
-
 def test_a_queued_request_claims_nothing_until_it_is_due() -> None:
-    side, one = busy(), consume("d")
-    side.new_request(one)
+    """Another producer's request does not wait for it."""
+    side, one, other = busy(), consume("d"), consume("e", "u", remote_engine_id="p2")
+    for each in (one, other):
+        side.new_request(each)
     assert orders(side) == Orders(queues=[Queue("d", "t", PRODUCER)])
-    assert asked(side, one) == [None]
+    assert asked(side, one, other) == [None, 49]
     side.consumptions.due([Due("d", "another transfer's", None)])
     assert asked(side, one) == [None]
     side.consumptions.due([Due("d", "t", None)])

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -113,39 +114,14 @@ def test_a_frame_of_another_secret_is_dropped(worker: Callable[..., Worker], cap
     assert not any(producer.runtime.counts().values())
 
 
-class Eavesdropper:
-    """Relay of one connection to a port that records the bytes: ``heard`` from clients, ``said`` to
-    them.
-    """
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.heard, self.said = bytearray(), bytearray()
-        threading.Thread(target=self._relay, daemon=True).start()
-
-    def _relay(self) -> None:
-        with self._listener, self._listener.accept()[0] as asker, connect(self._target) as server:
-            answering = threading.Thread(target=self._pump, args=(server, asker, self.said), daemon=True)
-            answering.start()
-            self._pump(asker, server, self.heard)
-            answering.join(timeout=60)
-
-    @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket, kept: bytearray) -> None:
+def test_a_client_that_checks_nothing_learns_nothing(serve: Serve) -> None:
+    """With a secret, the server demands the certificate that only the secret gives."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with connect(serve(SECRET).port) as raw, context.wrap_socket(raw) as stranger:
+        stranger.sendall(QUESTION)
         with contextlib.suppress(OSError):
-            while part := source.recv(4096):
-                kept += part
-                sink.sendall(part)
-            sink.shutdown(socket.SHUT_WR)
-
-
-@pytest.mark.parametrize(("secret", "clear"), [("", True), (SECRET, False)])
-def test_who_can_overhear_metadata(serve: Serve, secret: str, clear: bool) -> None:
-    ear = Eavesdropper(serve(secret).port)
-    assert fetch(ear.port, secret) == "p"
-    assert (QUESTION in ear.heard, b"transport_metadata" in ear.said) == (clear, clear)
+            assert stranger.recv(1) == b""
 
 
 # ---- strangers ---------------------------------------------------------------------------------
@@ -221,6 +197,7 @@ def test_an_answer_that_is_no_metadata(answer: bytes, error: type[Exception], sa
 def test_connections_that_say_nothing(serve: Serve, monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
     """Above the limit a peer is served at once, and the oldest connections are closed."""
     monkeypatch.setattr(side_channel, "MAX_CONNECTIONS", 128)
+    monkeypatch.setattr(side_channel, "TALK_S", 600.0)
     server = serve(secret)
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(connect(server.port)) for _ in range(side_channel.MAX_CONNECTIONS + 50)]
@@ -228,6 +205,22 @@ def test_connections_that_say_nothing(serve: Serve, monkeypatch: pytest.MonkeyPa
         assert open_connections(server) <= side_channel.MAX_CONNECTIONS
         with contextlib.suppress(ConnectionError):
             assert held[0].recv(1) == b""
+    until(lambda: open_connections(server) == 0)
+
+
+def test_a_connection_that_breaks_is_repeated(serve: Serve) -> None:
+    """An engine with too many connections closes some of those that wait for an answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def relay() -> None:
+            listener.accept()[0].close()
+            with listener.accept()[0] as asker, connect(serve().port) as server:
+                server.sendall(asker.recv(1000))
+                while part := server.recv(2**16):
+                    asker.sendall(part)
+
+        threading.Thread(target=relay, daemon=True).start()
+        assert fetch(listener.getsockname()[1]) == "p"
 
 
 def test_a_question_that_drips(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,35 +231,8 @@ def test_a_question_that_drips(serve: Serve, monkeypatch: pytest.MonkeyPatch) ->
         with contextlib.suppress(ConnectionError):
             while time.monotonic() < give_up_at:
                 slow.sendall(b"t")
-                time.sleep(0.05)
+                time.sleep(0.25)  # fewer bytes in all than a question may have
         assert time.monotonic() < give_up_at
-
-
-@pytest.mark.parametrize("secret", ["", SECRET])
-def test_a_flood_of_connections(serve: Serve, secret: str) -> None:
-    """While two threads connect as fast as they can, peers are served; no connection remains."""
-    server = serve(secret)
-    assert fetch(server.port, secret) == "p"
-    before, over, connected = len(os.listdir("/proc/self/fd")), threading.Event(), [0, 0]
-
-    def flood(which: int) -> None:
-        while not over.is_set():
-            with contextlib.suppress(OSError), connect(server.port) as one:
-                one.sendall(b"\x16\x03\x01\x02\x00" + os.urandom(100))
-                connected[which] += 1
-
-    with ThreadPoolExecutor(2) as pool:
-        pool.map(flood, range(2))
-        try:
-            fetched, give_up_at = 0, time.monotonic() + 120
-            while fetched < 5 or min(connected) <= 20:  # a busy core may schedule a thread rarely
-                assert fetch(server.port, secret, timeout_s=30.0) == "p"
-                fetched += 1
-                assert time.monotonic() < give_up_at
-        finally:
-            over.set()
-    assert fetch(server.port, secret, timeout_s=30.0) == "p"
-    until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2, 60 + side_channel.TALK_S)
 
 
 def test_it_listens_where_it_is_told_to(serve: Serve) -> None:

@@ -37,22 +37,16 @@ from tests.vllm_contract.stored_prompt import (
     END,
     FULL,
     PROMPT,
-    RANK,
     Host,
     left,
     matched,
     new_request,
+    store_worker,
     tables,
 )
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 # ---- load or compute -----------------------------------------------------------------------------
-
-
-def rank_of(host: Host) -> StoreWorker:
-    worker = StoreWorker(host.settings, 4096, SpoiledSteps(1))
-    worker.register(RANK.layout)
-    return worker
 
 
 def begun(host: Host, end_token: int, local: int = 0, queued: bool = False) -> tuple[StoreScheduler, Request]:
@@ -75,20 +69,6 @@ def test_no_load_is_ordered_before_all_ranks_have_mapped_staging(host: Host) -> 
     assert engine.matched_tokens(request, 0) is None, "the fetch is over"
     engine.take(StoreReport(attached=1))
     assert engine.matched_tokens(request, 0) == 64
-
-
-@pytest.mark.parametrize(("token_s", "tokens"), [(1.0, 64), (1e-6, 0)])
-def test_a_load_that_takes_longer_than_the_computation_is_declined(host: Host, token_s: float, tokens: int) -> None:
-    """The disk needs 1.3 ms for the prompt's objects."""
-    host.fill(64)
-    engine = host.start()
-    engine.store.costs.read("disk", 10**6, 1.0)
-    engine.take(StoreReport(timed_tokens=1000, timed_s=1000 * token_s))
-    request = new_request(engine)
-    assert matched(engine, request) == tokens
-    engine.after_alloc(request, tables(), tokens)
-    assert len(engine.orders(SchedulerOutput.make_empty()).loads) == bool(tokens)
-    assert engine.stats().data["counts"]["store_requests"] == {"hit" if tokens else "declined": 1}
 
 
 def test_the_wait_is_counted_from_the_reads(host: Host) -> None:
@@ -142,7 +122,7 @@ def test_the_slowest_rank_measures_a_step(host: Host, load_first: bool) -> None:
     orders = engine.orders(output)
     assert orders.timed_tokens == 128
     assert orders.timed_context_tokens == pytest.approx((600.5 + 127 * 319.5) / 128)
-    worker = rank_of(host)
+    worker = store_worker(SpoiledSteps(1))
     worker.begin_step()
     if load_first:
         worker.load(orders)
@@ -175,7 +155,7 @@ def test_full_attention_comes_from_the_store_and_the_rest_by_transfer(host: Host
     orders = decode.orders(SchedulerOutput.make_empty())
     (load,) = orders.loads
     assert (load.start_token, load.end_token, set(load.offsets)) == (8, 48, set(FULL[:3]))
-    worker = rank_of(host)
+    worker = store_worker(SpoiledSteps(1))
     assert worker.load(orders) == set()
     decode.take(worker.report() or StoreReport())
     assert left(decode) == 0
@@ -246,7 +226,7 @@ def test_a_copy_that_fails_breaks_no_request(host: Host) -> None:
     """The rank reports no wrong blocks: its transfer fills them all."""
     decode, request = begun(host, 64)
     assert decode.load_prefix(request, tables(), 0, END) == 64
-    worker = rank_of(host)
+    worker = store_worker(SpoiledSteps(1))
     orders = decode.orders(SchedulerOutput.make_empty())
     orders.staging = StagingLocation("/dev/shm/tandem-staging-that-is-not-there", ("", 0, 0))
     assert worker.load(orders) == {"r"}
@@ -344,18 +324,6 @@ def compute(engine: scheduling.Engine, name: str) -> int:
         engine.scheduler.update_from_output(output, engine.execute(output, tables))
     until(engine.store.idle)
     return stored
-
-
-def test_an_object_that_is_gone_is_stored_again(tmp_path: Path) -> None:
-    objects = tmp_path / "store" / "objects"
-    with closing(scheduling.Engine(1, tmp_path / "store", 40, 16, False, False, 1, False)) as engine:
-        stored = compute(engine, "first")
-        assert stored == len(list(objects.glob("*/*"))) > 0
-        for path in objects.glob("*/*"):
-            path.unlink()
-        assert compute(engine, "second") == stored
-        assert len(list(objects.glob("*/*"))) == stored
-        assert compute(engine, "third") == 0, "all of it is loaded"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

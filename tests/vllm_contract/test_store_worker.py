@@ -35,7 +35,8 @@ from connectors.vllm_hma.store_connector import TandemStoreConnector
 from testing.connector_state import snapshot
 from tests.planning.builders import Rank, make_rank
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, connector_config, full, vllm_config
-from tests.vllm_contract.stored_prompt import END, PROMPT, RANK, SHAPE, Host, reserve, tables
+from tests.vllm_contract.scheduler_sides import CONSUME, PRODUCE
+from tests.vllm_contract.stored_prompt import END, PROMPT, SHAPE, Host, reserve, store_worker, tables
 from tests.vllm_contract.workers import Worker, sends_nothing_of_a_spoiled_step
 
 # ---- store on device -----------------------------------------------------------------------------
@@ -133,12 +134,6 @@ def test_a_report_that_waits_for_an_idle_engines_next_step_is_no_hang(
 
 GONE: tuple[tuple[int, ...], ...] = ((0,) * 9, (0,) * 9)
 """Block tables without blocks."""
-
-
-def store_worker(spoiled: SpoiledSteps) -> StoreWorker:
-    made = StoreWorker(StoreSettings(path="/unused", disk_gib=0.1, chunk_tokens=16, staging_mib=1), 4096, spoiled)
-    made.register(RANK.layout)
-    return made
 
 
 def failing(staging: Staging) -> StoreOrders:
@@ -270,10 +265,8 @@ def test_a_store_alone_is_no_part_of_a_transfer(tmp_path: Path) -> None:
     connector = TandemStoreConnector(config, KVConnectorRole.SCHEDULER, cache)
     assert not connector.requires_kv_delivery
     assert not connector.supports_divergent_local_hybrid_hits
-    params = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
-    asked = {"do_remote_decode": True, "transfer_id": "t", "describe": True}
-    for each in (params, asked):
-        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": each | {"transfer_id": "t"}})
+    for params in (CONSUME, PRODUCE | {"describe": True}):
+        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
         request = Request("r", [1, 2, 3], sampling, None, prompt_embeds=torch.zeros(3, 4))
         connector.on_new_request(request)
         assert connector.get_num_new_matched_tokens(request, 0) == (0, False)

@@ -39,6 +39,7 @@ from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from testing.connector_state import snapshot
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, child, connector_config, full, vllm_config
+from tests.vllm_contract.scheduler_sides import CONSUME, PRODUCE
 from tests.vllm_contract.stored_prompt import CACHE
 from tests.vllm_contract.test_metrics import carried, value
 from tests.vllm_contract.workers import (
@@ -49,7 +50,6 @@ from tests.vllm_contract.workers import (
     until,
 )
 
-BOUND = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
 TANDEM, STORE = child(), child("TandemStoreConnector")
 PROMPT = list(range(10, 10 + 4 * BLOCK_TOKENS))
 ENCODED = EncodedAgentMetadata(encode_agent_metadata(AgentMetadata("me", IDENTITY, layout_of(1 << 20), "memory", b"")))
@@ -221,20 +221,6 @@ def test_a_child_that_answers_late_is_chosen_then(make: Make) -> None:
     assert [each.allocated for each in scripted_of(connector)] == [[96], [0]]
 
 
-def test_tandem_beside_a_store(make: Make) -> None:
-    """A bound transfer offers all tokens but the last; more weight lets fewer tokens win."""
-    for weight, chosen in ((1, 0), (3, 1)):
-        connector = make(TandemMultiConnector, TANDEM, scripted(2 * BLOCK_TOKENS), load_weights=[1, weight])
-        asked = request(**BOUND, transfer_id="t")
-        connector.on_new_request(asked)
-        assert ask(connector, asked) == ((len(PROMPT) - 1, 0) if chosen == 0 else (2 * BLOCK_TOKENS, 1))
-        connector.update_state_after_alloc(asked, KVCacheBlocks(([],)), 0 if chosen else len(PROMPT) - 1)
-        # The transfer that was not chosen is released at once: prefill holds no blocks for it.
-        found = snapshot(tandem_of(connector, 0).scheduler)
-        assert found.consumptions == frozenset()
-        assert found.receptions == (frozenset() if chosen else {"r"})
-
-
 def test_a_store_is_waited_for_while_no_other_child_has_tokens(make: Make, tmp_path: Path) -> None:
     """A store's lookups answer in a later step, while a child without tokens answers at once."""
     settings = {"path": str(tmp_path / "store"), "chunk_tokens": 16, "lookup_s": 5.0}
@@ -252,7 +238,7 @@ def test_a_deferred_transfer_is_waited_for(make: Make) -> None:
     A transfer is deferred while it waits for its turn, or while another choice receives its prompt.
     """
     connector = make(TandemMultiConnector, TANDEM, scripted(0, 0, 0, 16))
-    legs = {name: {"kv_transfer_params": BOUND | {"transfer_id": name[:2]}} for name in ("t1", "t2", "t2 b")}
+    legs = {name: {"kv_transfer_params": CONSUME | {"transfer_id": name[:2]}} for name in ("t1", "t2", "t2 b")}
     first, queued, choice = (Request(name, PROMPT, SamplingParams(extra_args=leg), None) for name, leg in legs.items())
     for each in (first, queued, choice):
         connector.on_new_request(each)
@@ -366,7 +352,7 @@ def test_a_produced_request_keeps_its_blocks_without_hma(make: Make, tmp_path: P
     """
     connector = make(MultiConnector, TANDEM, example(tmp_path), hma=False)
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): ENCODED})
-    asked = request(do_remote_decode=True, transfer_id="t")
+    asked = request(**PRODUCE)
     connector.on_new_request(asked)
     asked.num_computed_tokens = asked.num_prompt_tokens
     asked.status = RequestStatus.FINISHED_LENGTH_CAPPED

@@ -21,6 +21,7 @@ from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from connectors.vllm_hma.upstream.vllm_emitted_tokens import restore_output
 from testing.connector_state import snapshot
 from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, KINDS, STOP_TOKEN, Engine, Rank
+from tests.vllm_contract.scheduler_sides import CONSUME, PRODUCE
 
 # ---- scheduler object ----------------------------------------------------------------------------
 
@@ -48,11 +49,6 @@ def make() -> Iterator[Make]:
 def add(engine: Engine, name: str, tokens: list[int], params: dict[str, object] | None, **sampling: Any) -> None:
     given = SamplingParams(extra_args={"kv_transfer_params": params}, **({"max_tokens": 1} | sampling))
     engine.scheduler.add_request(Request(name, tokens, given, None, block_hasher=engine.hasher))
-
-
-CONSUME = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "other"}
-CONSUME |= {"remote_host": "127.0.0.1", "remote_port": 9}
-PRODUCE = {"do_remote_decode": True, "transfer_id": "t"}
 
 
 @pytest.mark.parametrize(("blocks", "prefix_caching", "asynchronous"), KINDS)
@@ -274,22 +270,6 @@ def loading() -> Iterator[Callable[..., Loading]]:
         engine.close()
 
 
-def test_a_request_goes_on_in_other_blocks(loading: Callable[..., Loading]) -> None:
-    """With enough blocks, no request waits for an answer; an idle engine gets the blocks back
-    with it.
-    """
-    engine = loading(60, "r", tokens=100)
-    engine.steps_until_over("r")
-    kept = engine.baseline - engine.pool.get_num_free_blocks()
-    assert kept == len(engine.ranks[0].quarantine[Kept("r", "tr")][1])
-    assert engine.scheduler.has_requests(), "an idle engine steps on, or would not receive the answer"
-    engine.answered = True
-    for _ in range(3):
-        engine.step()
-    engine.check_nothing_remains()
-    assert not engine.scheduler.has_requests()
-
-
 @pytest.mark.parametrize("blocks", [43, 46])
 @pytest.mark.parametrize(
     ("failing", "others", "later"),
@@ -362,27 +342,6 @@ def test_a_request_larger_than_what_is_left(
     for _ in range(3):
         engine.step()
     engine.check_nothing_remains()
-
-
-def test_ranks_end_at_different_times(loading: Callable[..., Loading]) -> None:
-    """Blocks are kept from the first rank's report to the last one's; a rank may end before
-    another begins.
-    """
-    engine = loading(60)
-    quarantine, kept = engine.connector.scheduler.quarantine, Kept("r", "t")
-    engine.ask("r", 100, loads=True)
-    held: set[int] = set()
-    while not held:
-        engine.step()
-        held = {block for table in engine.scheduler.kv_cache_manager.get_block_ids("r") for block in table if block}
-    for report, count in (
-        (QuarantineReport(begun=[kept]), 1),
-        (QuarantineReport(ended=[kept]), 0),
-        (QuarantineReport(begun=[kept, kept], ended=[kept]), 1),
-        (QuarantineReport(ended=[kept]), 0),
-    ):
-        quarantine.take(report)
-        assert ({engine.pool.blocks[block].ref_cnt for block in held}, len(quarantine)) == ({1 + count}, count)
 
 
 # ---- emitted tokens ------------------------------------------------------------------------------
