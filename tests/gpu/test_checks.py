@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from configs.settings.parsing import parse_settings
+from tests.campaigns.gpu import __main__ as as_module
 from tests.campaigns.gpu import campaign as gpu_check
 from tests.campaigns.gpu.device import set_current
 from tests.campaigns.gpu.pair import Pair
@@ -51,6 +52,12 @@ def test_the_checks_run_without_vllm(pair: Pair) -> None:
     imported = set(pair.call("modules"))
     assert {"torch", "nixl", "connectors"} <= imported
     assert not imported & {"vllm", "ray", "transformers", "pytest"}
+
+
+def test_bundles_for_gpu_machines_find_the_checks() -> None:
+    """They import them from the module that ``python -m tests.campaigns.gpu`` runs."""
+    for name in ("STEPS", "CONFORMANCE", "ENGINES", "run"):
+        assert getattr(as_module, name) is getattr(gpu_check, name)
 
 
 @pytest.mark.gpu
