@@ -279,7 +279,10 @@ def test_kv_to_commit():
     assert [commits(one) for one in (prompt, longer)] == [640, 704]
     serve(planner, prompt, 0.0)
     assert [commits(one) for one in (prompt, longer)] == [640, 704]
-    first, second = (planner.begin(prompt, "d", "p", 1.0) for _ in range(2))
+    first, second, _ = (planner.begin(prompt, "d", "p", 1.0) for _ in range(3))
+    assert [commits(one) for one in (prompt, longer)] == [640, 704], "they wait"
+    for one in (first, second, first):
+        planner.admitted(one)
     assert [commits(one) for one in (prompt, longer, ids(640, 1))] == [1, 64, 640]
     planner.ended(first, 2.0)
     assert commits(longer) == 64
