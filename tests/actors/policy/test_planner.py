@@ -300,7 +300,7 @@ def test_kv_to_commit_in_groups_of_layers():
     answer = planner.answer_tokens(ids(1))
     assert answer == 128
     assert [blocks(tokens) for tokens in (64, 640, 1920)] == [2 + 2 + 2 + 1, 6 + 3 + 3 + 1, 16 + 3 + 3 + 1]
-    planner.begin(ids(640), "d", "p", 1.0)
+    planner.admitted(planner.begin(ids(640), "d", "p", 1.0))
     assert blocks(1920) == 11 + 3 + 3 + 1, "ongoing requests use five full blocks of attention to all tokens"
 
 
