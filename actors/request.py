@@ -150,6 +150,11 @@ class EngineTimings:
     store_asked_s: float | None = None
     store_ended_s: float | None = None
 
+    @property
+    def has_kv(self) -> bool:
+        """True if the KV of the transfer has arrived."""
+        return self.kv_ended_s is not None and not self.kv_failed
+
 
 class ResponseStart(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Status and headers of a response; precedes the items of its body."""

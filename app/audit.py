@@ -12,13 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import secrets
 import sys
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 
 from configs.settings.auth import environment_operator_keys
 
@@ -38,13 +40,14 @@ class AuditError(Exception):
 class Answer:
     """Tokens of a prompt and of its answer, the answer's logprobs, and the pair that computed them.
 
-    ``pair``  empty for an answer of decode alone
+    ``pair``  empty for an answer of decode alone; None if a pair was to compute it, but decode has
+              not received the KV, or its engine reports no times
     """
 
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
-    pair: str
+    pair: str | None
 
 
 class Service:
@@ -55,16 +58,24 @@ class Service:
 
     def answer(self, prompt: str, alone: bool = False) -> Answer:
         """Return the answer of a pair, or with ``alone`` of decode without transferred KV."""
-        fields = {"max_tokens": self._answer_tokens, "logprobs": 0, "ignore_eos": True, "return_token_ids": True}
-        choice, headers = self._complete(prompt, fields | ({"prompt_logprobs": 0} if alone else {}))
-        chosen = json.loads(headers.get("x-tandem-decision", "{}")).get("chosen") or {}
-        pair = f"prefill {chosen.get('prefill', '?')} -> decode {chosen.get('decode', '?')}"
-        by_pair = headers.get("x-tandem-route") == "remote"
+        fields: dict[str, Any] = {
+            "max_tokens": self._answer_tokens,
+            "logprobs": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        # With a salt of its own, no engine has the prompt's KV in a cache or store.
+        fields |= {"prompt_logprobs": 0} if alone else {"cache_salt": secrets.token_hex()}
+        choice, headers = self._complete(prompt, fields)
+        served = json.loads(headers.get("x-tandem-decision", "{}")).get("served", {})
+        pair = (
+            f"prefill {served.get('prefill')} -> decode {served.get('decode')}" if served.get("received_kv") else None
+        )
         return Answer(
             choice["prompt_token_ids"],
             choice["token_ids"],
             choice["logprobs"]["token_logprobs"],
-            pair if by_pair else "",
+            pair if headers.get("x-tandem-route") == "remote" else "",
         )
 
     def score(self, answer: Answer) -> list[float]:
@@ -93,7 +104,7 @@ class Service:
             raise AuditError(
                 f"{self._url}{path}: HTTP {error.code}: {error.read().decode(errors='replace')[:300]}"
             ) from None
-        except (URLError, OSError, ValueError) as error:
+        except (HTTPException, OSError, ValueError) as error:
             raise AuditError(f"{self._url}: {error}") from None
 
 
@@ -129,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
         prompts = options.prompts.read_text().splitlines() if options.prompts else facts(options.facts, random.Random())
         return compare(Service(options.url, options.model, options.tokens), prompts, options.count)
     except (AuditError, OSError, KeyboardInterrupt) as error:
-        print(f"tandem audit: {error or 'interrupted'}", file=sys.stderr)
+        print(f"tandem audit: {str(error) or 'interrupted'}", file=sys.stderr)
         return 2
 
 
@@ -137,15 +148,22 @@ def compare(service: Service, prompts: Iterable[str], count: int) -> int:
     """Send at most ``count`` prompts, print what each pair deviates, and return the exit status."""
     controls: list[float] = []
     pairs: dict[str, list[float]] = {}
+    without = 0
     for _, prompt in zip(range(count), prompts, strict=False):
-        # The pair first: decode caches the prompt that it computes alone.
         for answer in (service.answer(prompt), service.answer(prompt, alone=True)):
+            if answer.pair is None:
+                without += 1
+                continue
             found = pairs.setdefault(answer.pair, []) if answer.pair else controls
             found.append(deviation(answer.logprobs, service.score(answer)))
+    if without:
+        print(
+            f"{without} answers not compared: transfers failed (decode's log says why), or `disable_log_stats` is set"
+        )
     if not pairs:
         raise AuditError(
             "no prefill-decode pair answered, so no transferred KV was compared: the response header "
-            "x-tandem-local-reason says why"
+            "x-tandem-local-reason says why decode answered alone"
         )
     most = limit(controls)
     print(f"{len(controls)} answers of decode alone deviate by at most {max(controls):.1e}; limit {most:.1e}")

@@ -11,8 +11,9 @@ import json
 import sys
 import time
 import urllib.request
+from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import quote
 
 from configs.settings.auth import environment_operator_keys
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             follow(options)
         return 0
     except (DrainError, KeyboardInterrupt) as error:
-        print(f"tandem drain: {error or 'interrupted; the engine stays drained until --undo'}", file=sys.stderr)
+        print(f"tandem drain: {str(error) or 'interrupted; the engine stays drained until --undo'}", file=sys.stderr)
         return 1
 
 
@@ -88,7 +89,7 @@ def send(options: argparse.Namespace, method: str) -> dict[str, Any]:
             raise DrainError(json.loads(body)["error"]["message"]) from None
         except (ValueError, KeyError, TypeError):
             raise DrainError(f"HTTP {error.code}: {body[:200]}") from None
-    except (URLError, OSError, ValueError) as error:
+    except (HTTPException, OSError, ValueError) as error:
         raise DrainError(f"{options.url}: {error}") from None
 
 

@@ -45,7 +45,9 @@ def reference() -> str:
         if title in tables:
             model, section = tables.pop(title)
             rows = [_row(name, field, change_of(section, name)) for name, field in _fields(model).items()]
-            parts[number] = "\n".join([part.partition("\n- `")[0], *rows, ""])
+            before, _, entries = part.partition("\n- `")
+            after = entries.partition("\n\n")[2]
+            parts[number] = "\n".join([before, *rows, *(("", after) if after else ("",))])
     assert not tables, f"{PAGE} has no heading {', '.join(tables)}"
     return "\n## ".join([heading, *parts])
 

@@ -281,11 +281,11 @@ class SlotPool:
             lacking = self._lacking_kv(usable, wanted, now)
             names = lacking.keys() - self._avoided(wanted, usable)
             own = min((tokens - lacking[name] for name in names), default=tokens)
-        wait_s, work_s = self._rate.wait_s(ahead + own), self._rate.wait_s(tokens)
+        wait_s, work_s = self._rate.wait_s(ahead + own, now), self._rate.wait_s(tokens, now)
         if wait_s > wanted.wait_s:
             raise OverloadedError(
                 f"the request would wait about {wait_s:.0f} s for an engine, too long for its deadline; retry later",
-                self.returns.retry_s(work_s, wait_s - wanted.wait_s, _now()),
+                self.returns.retry_s(work_s, wait_s - wanted.wait_s, now),
             )
 
     def add(self, name: str, sequences: int, tokens: int) -> None:

@@ -78,23 +78,37 @@ class ServiceRate:
     """Measured tokens that a role's engines release per second while requests wait."""
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = self._at = 0.0
+        self._tokens = self._seconds = self._since_s = self._at = self._measured_at = 0.0
         self._releases = 0
         self._busy = False
 
     def observe(self, tokens: int, waiting: bool, now: float) -> None:
         """Record `tokens` released since the last call, and whether requests wait from now on."""
         if self._busy:
-            elapsed_s = max(now - self._at, 0.0)
-            kept = math.exp(-elapsed_s / MEASURED_S)
-            self._tokens = self._tokens * kept + tokens
-            self._seconds = self._seconds * kept + elapsed_s
-            self._releases += tokens > 0
+            self._since_s, self._measured_at = self._not_released_s(now), now
+            if tokens > 0:
+                # Only a release makes earlier ones count less: else the estimate would grow
+                # exponentially while engines release nothing.
+                kept = math.exp(-self._since_s / MEASURED_S)
+                self._tokens = self._tokens * kept + tokens
+                self._seconds = self._seconds * kept + self._since_s
+                self._since_s = 0.0
+                self._releases += 1
         self._at, self._busy = now, waiting
 
-    def wait_s(self, tokens: int) -> float:
-        """Return the estimated seconds until the engines have released `tokens`; 0: unknown."""
-        return tokens * self._seconds / self._tokens if self._releases >= FEWEST_RELEASES else 0.0
+    def wait_s(self, tokens: int, now: float) -> float:
+        """Return the estimated seconds until the engines have released `tokens`; 0: unknown.
+
+        It is also unknown MEASURED_S after the last request has waited: then one may wait, so that
+        refusals do not outlast their cause.
+        """
+        old = not self._busy and now - self._measured_at > MEASURED_S
+        if old or self._releases < FEWEST_RELEASES:
+            return 0.0
+        return tokens * (self._seconds + self._not_released_s(now)) / self._tokens
+
+    def _not_released_s(self, now: float) -> float:
+        return self._since_s + (max(now - self._at, 0.0) if self._busy else 0.0)
 
 
 class Returns:

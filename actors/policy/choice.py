@@ -84,13 +84,15 @@ class Decision(NamedTuple):
     def local(self) -> bool:
         return self.route == "local"
 
-    def explain(self) -> str:
-        """Return the decision as JSON without its lists of engines; rounded to microseconds."""
+    def explain(self, **more: object) -> str:
+        """Return the decision without its lists of engines, and `more`, as JSON; rounded to
+        microseconds.
+        """
         fields: dict[str, object] = dict(zip(self._fields[:4], self[:4], strict=True))
         for name, estimate in (("chosen", self.chosen), ("other", self.other)):
             if estimate is not None:
                 fields[name] = _fields(estimate)
-        return json.dumps(fields, separators=(",", ":"))
+        return json.dumps(fields | more, separators=(",", ":"))
 
 
 def _fields(estimate: Estimate) -> dict[str, object]:

@@ -110,7 +110,7 @@ class EngineLoad:
         self.prompts = PromptQueue()  # not known to be computed
         self.calls: set[int] = set()  # keys of the requests with an open or expected call
         self.streams: set[int] = set()  # keys of the calls whose stream has started
-        self.pieces: Counter[int] = Counter()  # of the prompts of `calls`, on a decode engine
+        self.pieces: Counter[int] = Counter()  # of the prompts of admitted calls, on a decode engine
         self.computed_tokens = 0  # of prompts, by a decode engine for local streams
         self.failed_at: float | None = None  # last failed call
         self.silent_at: float | None = None  # end of a silent call; None once the engine computes
@@ -166,6 +166,7 @@ class InflightRequest:
     # Prefix pieces that each engine caches only if its leg succeeds.
     added: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
+    admitted: bool = False  # whether it has a slot on the decode engine
     prefilled_at: float | None = None
     opened_at: float | None = None  # time of the first token of a stream
     opened_stream_seconds: float = 0.0  # of the decode engine's load at `opened_at`

@@ -136,8 +136,6 @@ class Planner:
             streams=len(load.streams),
         )
         load.calls.add(inflight.key)
-        for passage in prompt.passages:
-            load.pieces.update(passage.pieces)
         engines: tuple[str, str | None, str | None] = (LOCAL, decode, None)
         if prefill is not None:
             load, engines = self._prefill[prefill], (PREFILL, None, prefill)
@@ -148,6 +146,13 @@ class Planner:
             new = [piece for passage in prompt.passages for piece in self._prefixes.add(engine, passage)]
             inflight.added[engine] = tuple(new)
         return inflight
+
+    def admitted(self, inflight: InflightRequest) -> None:
+        """Record that the request has its slot on decode: until now it used no KV there."""
+        if not inflight.admitted and not inflight.over:
+            inflight.admitted = True
+            for passage in inflight.prompt.passages:
+                self._decode[inflight.decode].pieces.update(passage.pieces)
 
     def prefilled(self, inflight: InflightRequest, now: float, prompt_tokens: int | None = None) -> None:
         """Record that prefill has computed the prompt; `prompt_tokens` if its answer has them."""
@@ -222,7 +227,8 @@ class Planner:
         load.prompts.drop(inflight.key, now)
         load.streams_end(inflight.key, now)
         load.calls.discard(inflight.key)
-        load.forget_pieces(inflight.prompt)
+        if inflight.admitted:
+            load.forget_pieces(inflight.prompt)
         if inflight.prefill is not None:
             self._prefill[inflight.prefill].prompts.drop(inflight.key, now)
             self._prefill[inflight.prefill].calls.discard(inflight.key)

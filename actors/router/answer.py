@@ -112,8 +112,8 @@ class Answer:
 
     @property
     def explanation(self) -> str | None:
-        """Routing decision and its estimates as JSON; None unless the client asked for them."""
-        return self._first.decision.explain() if self._dispatcher.request.explain else None
+        """`Attempt.explain` of the first bytes; None unless the client asked for it."""
+        return self._first.explain() if self._dispatcher.request.explain else None
 
     @property
     def pair(self) -> Pair:
@@ -312,13 +312,14 @@ class Answer:
                 dispatcher.prefill_failed(alone, error)
             else:
                 dispatcher.decode_failed(error)
+            left.count_end(splice.tokens, interrupted=True)  # before the wait for another engine
             if not transfer:
-                self._attempt.close(splice.tokens, interrupted=True)
+                left.close()
             try:
                 self._attempt = await dispatcher.open(splice.replay_log(), identity, transfer)
             finally:
                 if transfer:
-                    left.close(splice.tokens, interrupted=True)
+                    left.close()
             start = self._attempt.start
             if not splice.sent:
                 self._first = self._attempt

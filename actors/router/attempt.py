@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from http import HTTPStatus
 from typing import Self
@@ -134,11 +134,12 @@ class Attempt:
         ``prefill``  prefill replica; None if decode serves the attempt alone
         """
         self.pair = Pair(prefill, decode)
-        if self._inflight is not None:
-            if (self._inflight.decode, self._inflight.prefill) == (decode, prefill):
-                return
-            self._planner.ended(self._inflight, _now(), broken=True)
-        self._inflight = self._planner.begin(self._prompt, decode, prefill, _now())
+        if self._inflight is None or (self._inflight.decode, self._inflight.prefill) != (decode, prefill):
+            if self._inflight is not None:
+                self._planner.ended(self._inflight, _now(), broken=True)
+            self._inflight = self._planner.begin(self._prompt, decode, prefill, _now())
+        if self._slot is not None and self._slot[0] is self._model.decode:
+            self._planner.admitted(self._inflight)
 
     def reported(self, report: PrefillReport) -> None:
         """Apply a report of the decode engine: to slots, policy, metrics and timestamps."""
@@ -228,6 +229,16 @@ class Attempt:
         if self._inflight is not None:
             self._planner.prefilled(self._inflight, _now())
 
+    def explain(self) -> str:
+        """Return the decision, and the engines that served the request, as JSON.
+
+        `received_kv` is whether decode had the KV from prefill: false after a failed transfer, null
+        if its timings have not arrived.
+        """
+        timings = self.call.times.timings if self.sampled_by == "decode" else None
+        served = asdict(self.pair) | {"received_kv": None if timings is None else timings.has_kv}
+        return self.decision.explain(served=served)
+
     def timestamps(self, request: ClientRequest, tried_at: float) -> RequestTimestamps:
         """Return the times of `request`, whose first attempt began at `tried_at`.
 
@@ -254,11 +265,19 @@ class Attempt:
             by_prefill=by_prefill,
         )
 
-    def close(self, tokens: int = 0, complete: bool = False, interrupted: bool = False) -> None:
-        """Cancel the running call, give back its slots, and report the end to the planner.
+    def count_end(self, tokens: int = 0, interrupted: bool = False) -> None:
+        """Report the end of the answer to the planner, which ignores later ones.
 
-        ``tokens``    number of tokens of decode's answer
-        ``interrupted`` whether another attempt continues the answer
+        ``tokens``       number of tokens of decode's answer
+        ``interrupted``  whether another attempt continues the answer
+        """
+        if self._inflight is not None:
+            ended = partial(self._planner.ended, self._inflight, _now(), tokens, self._repeated)
+            ended(broken=not self._answered, interrupted=interrupted)
+
+    def close(self, tokens: int = 0, complete: bool = False) -> None:
+        """Cancel the running call, give back its slots, and report the end as `count_end` does.
+
         ``complete``  whether the call has sent its answer: it then ends by itself, within LATE_S
         """
         if self._slot is not None:
@@ -281,9 +300,7 @@ class Attempt:
                 self._model.metrics.discards.inc()
         self._give_back_prefill()
         self.accounted.set()
-        if self._inflight is not None:
-            ended = partial(self._planner.ended, self._inflight, _now(), tokens, self._repeated)
-            ended(broken=not self._answered, interrupted=interrupted)
+        self.count_end(tokens)
 
     def _close_late(self, tokens: int) -> None:
         try:

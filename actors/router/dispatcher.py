@@ -455,7 +455,7 @@ class Dispatcher:
         whole_s = None if request.streams else limits.request_timeout_s - self.age_s
         longest_s = longest_wait_s(chosen, limits.first_token_timeout_s - self.age_s, whole_s, request.crowds)
         _, waiting = model.decode.caller
-        if chosen is not None and not waiting:
+        if chosen is not None and not waiting and request.endpoint not in TOKENS_ONLY:
             if chosen.queue_s > longest_s:
                 work_s = chosen.compute_s / max(len(decision.prefill), 1)
                 raise OverloadedError(

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
             follow(options)
         return 1 if refused else 0
     except (UpgradeError, KeyboardInterrupt) as error:
-        print(f"tandem upgrade: {error or 'interrupted'}", file=sys.stderr)
+        print(f"tandem upgrade: {str(error) or 'interrupted'}", file=sys.stderr)
         print("Run it again to continue. To undo, apply the previous overlay first.", file=sys.stderr)
         return 1
 

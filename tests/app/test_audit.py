@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+import urllib.request
 from collections.abc import Iterator
+from http.client import IncompleteRead
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from app import audit
+from app import audit, drain
 
 ENGINES = {"prefill": "p-1", "decode": "d-1"}
 
@@ -19,8 +21,10 @@ class Handler(BaseHTTPRequestHandler):
     """Answers of two tokens whose logprobs deviate by ``pair`` from the score, or alone by 1e-2."""
 
     pair: float = 0.0
+    received: bool | None = True
     route = "remote"
     status = 200
+    salts: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         self.reply({"data": [{"id": "m"}]}, {})
@@ -36,8 +40,11 @@ class Handler(BaseHTTPRequestHandler):
             assert body["prompt"] == [7, 8, 9, 4, 5]
             scored += [{"4": {"logprob": -1.0}, "6": {"logprob": 0.0}}, {"5": {"logprob": -2.0}}]
         choice["prompt_logprobs"] = scored if alone else None
-        headers = {"x-tandem-route": "local" if alone else self.route}
-        self.reply({"choices": [choice]}, headers | {"x-tandem-decision": json.dumps({"chosen": ENGINES})})
+        if not alone:
+            self.salts.append(body["cache_salt"])
+        decision = {"served": ENGINES | {"received_kv": self.received}}
+        headers = {"x-tandem-route": "local" if alone else self.route, "x-tandem-decision": json.dumps(decision)}
+        self.reply({"choices": [choice]}, headers)
 
     def reply(self, body: dict[str, Any], headers: dict[str, str]) -> None:
         self.send_response(self.status)
@@ -66,6 +73,8 @@ def url() -> Iterator[str]:
         ({"pair": 4e-2}, 1, "WRONG prefill p-1 -> decode d-1: 3 of 3 answers above it, worst 2.0e-02"),
         ({"route": "local"}, 2, "no prefill-decode pair answered"),
         ({"status": 429}, 2, "HTTP 429"),
+        ({"received": False}, 2, "3 answers not compared"),
+        ({"received": None}, 2, "3 answers not compared"),
     ],
     ids=str,
 )
@@ -80,5 +89,20 @@ def test_a_pair_that_deviates_more_than_decode_alone_is_named(
     for name, value in behaviour.items():
         monkeypatch.setattr(Handler, name, value)
     assert audit.main(["--url", url, "--count", "3"]) == status
+    assert len(set(Handler.salts)) == len(Handler.salts), "no answer uses KV of an earlier one"
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
+
+
+@pytest.mark.parametrize("command", [audit.main, lambda options: drain.main(["engine", *options])])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), IncompleteRead(b"")])
+def test_a_command_that_ends_early_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: Any, error: BaseException
+) -> None:
+    def ends(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(urllib.request, "urlopen", ends)
+    assert command(["--url", "http://127.0.0.1:1"]) > 0
+    said = capsys.readouterr().err
+    assert ("interrupted" if isinstance(error, KeyboardInterrupt) else "IncompleteRead") in said

@@ -344,6 +344,22 @@ async def test_the_wait_for_kv_is_that_for_what_lacks() -> None:
     waiting.cancel()
 
 
+async def test_refusals_end_after_engines_that_hung() -> None:
+    """All requests that waited have timed out, so nothing more is measured."""
+    here = SlotPool(lambda: engines(a=1))
+    measure(here, 100)
+    await here.take(SlotRequest(tokens=100))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(here.take(SlotRequest(tokens=100)), 600)
+    here.give_back("a", tokens=100)
+    await asyncio.sleep(60)
+    await here.take(SlotRequest(tokens=100))
+    waiting = asyncio.create_task(here.take(SlotRequest(tokens=100, wait_s=10.0)))
+    await asyncio.sleep(1)
+    here.give_back("a", tokens=100)
+    assert await waiting == "a"
+
+
 async def test_a_stream_that_continues_waits_for_no_kv_and_for_nobody() -> None:
     """Neither does a call that computes nothing."""
     here = SlotPool(lambda: {"a": EngineReplica(RPC, 4, 100, {"kv_tokens": 100}, "a")})

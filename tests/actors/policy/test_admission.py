@@ -35,23 +35,32 @@ def test_the_longest_wait(arguments, wait_s):
     assert longest_wait_s(*arguments) == pytest.approx(wait_s)
 
 
+BUSY = [(0, True, 10.0), *((100, True, 11.0 + n) for n in range(20))]
+"""100 tokens per second until 30.0, while requests wait."""
+
+
 @pytest.mark.parametrize(
-    ("events", "wait_s"),
+    ("events", "at", "wait_s"),
     [
-        ([], 0.0),
-        ([(100, False, 10.0 + n) for n in range(20)], 0.0),  # nobody waited
-        ([(0, True, 10.0), *((100, True, 11.0 + n) for n in range(FEWEST_RELEASES - 1))], 0.0),  # too few
-        ([(0, True, 10.0), *((100, True, 11.0 + n) for n in range(20))], 10.0),
-        ([(0, True, 10.0), *((100, True, 11.0 + n) for n in range(20)), (0, False, 31.0), (0, True, 9e9)], 10.0),
+        ([], 10.0, 0.0),
+        ([(100, False, 10.0 + n) for n in range(20)], 30.0, 0.0),  # nobody waited
+        (BUSY[:FEWEST_RELEASES], 18.0, 0.0),  # too few
+        (BUSY, 30.0, 10.0),
+        ([*BUSY, (0, False, 30.0)], 59.0, 10.0),
+        ([*BUSY, (0, False, 30.0), (0, True, 9e9)], 9e9, 10.0),
         # Engines that become slower
-        ([(0, True, 0.0), *((100, True, 1.0 + n) for n in range(20)), (100, True, 500.0)], 4799.7),
+        ([(0, True, 0.0), *((100, True, 1.0 + n) for n in range(20)), (100, True, 500.0)], 500.0, 4800.0),
+        # Two minutes without a release
+        ([*BUSY, *((0, True, 30.0 + n) for n in range(120))], 150.0, 91.0),
+        # Those that waited have timed out: then no measurement would end the refusals
+        ([*BUSY, (0, False, 630.0), (100, False, 640.0)], 661.0, 0.0),
     ],
 )
-def test_the_wait_follows_what_engines_release_while_requests_wait(events, wait_s):
+def test_the_wait_follows_what_engines_release_while_requests_wait(events, at, wait_s):
     rate = ServiceRate()
     for tokens, waiting, now in events:
         rate.observe(tokens, waiting, now)
-    assert rate.wait_s(1000) == pytest.approx(wait_s, rel=0.1)
+    assert rate.wait_s(1000, at) == pytest.approx(wait_s, rel=0.1)
 
 
 def test_refused_requests_return_one_after_the_other():

@@ -279,7 +279,10 @@ def test_kv_to_commit():
     assert [commits(one) for one in (prompt, longer)] == [640, 704]
     serve(planner, prompt, 0.0)
     assert [commits(one) for one in (prompt, longer)] == [640, 704]
-    first, second = (planner.begin(prompt, "d", "p", 1.0) for _ in range(2))
+    first, second, _ = (planner.begin(prompt, "d", "p", 1.0) for _ in range(3))
+    assert [commits(one) for one in (prompt, longer)] == [640, 704], "they wait"
+    for one in (first, second, first):
+        planner.admitted(one)
     assert [commits(one) for one in (prompt, longer, ids(640, 1))] == [1, 64, 640]
     planner.ended(first, 2.0)
     assert commits(longer) == 64
@@ -297,7 +300,7 @@ def test_kv_to_commit_in_groups_of_layers():
     answer = planner.answer_tokens(ids(1))
     assert answer == 128
     assert [blocks(tokens) for tokens in (64, 640, 1920)] == [2 + 2 + 2 + 1, 6 + 3 + 3 + 1, 16 + 3 + 3 + 1]
-    planner.begin(ids(640), "d", "p", 1.0)
+    planner.admitted(planner.begin(ids(640), "d", "p", 1.0))
     assert blocks(1920) == 11 + 3 + 3 + 1, "ongoing requests use five full blocks of attention to all tokens"
 
 

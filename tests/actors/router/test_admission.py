@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +68,39 @@ async def test_a_prompt_that_would_wait_too_long() -> None:
         async with router.answer(request()):
             pass
     assert refused.value.retry_after_s > 1
+    queued += [planner.begin(long, "d0", None, 0.0) for _ in range(5)]
+    tokenize = replace(request(stream=False), endpoint="/tokenize")
+    assert (await ask(router, tokenize))[0].start.status == 200, "it computes no prompt"
     for one in queued:
         planner.ended(one, 0.0)
     assert (await ask(router, request()))[0].start.status == 200
+    await at_rest(prefill, decode)
+
+
+class Busy(Handle):
+    """Decode without a free slot."""
+
+    def __init__(self, replicas: list[Replica]) -> None:
+        super().__init__(replicas)
+        self.committed: asyncio.Queue[int] = asyncio.Queue()
+        self.free = asyncio.Event()
+
+    async def take(self, wanted: SlotRequest) -> Slot:
+        self.committed.put_nowait(wanted.tokens)
+        await self.free.wait()
+        return await super().take(wanted)
+
+
+async def test_prompts_that_wait_share_no_kv_yet() -> None:
+    """Each commits its whole prompt: another engine may get them, and until then none has it."""
+    prefill, decode = Handle([]), Busy([Replica("d", answers(200, {}))])
+    router = router_of(LIMITS, prefill, decode)
+    for pool in (prefill, decode):
+        pool.take_now(SlotRequest())  # now the engines are known
+    prompt, asking = list(range(640)), list[asyncio.Task[Any]]()
+    for _ in range(3):
+        asking.append(asyncio.create_task(ask(router, request(prompt=prompt, max_tokens=1))))
+        assert await decode.committed.get() == 641
+    decode.free.set()
+    await asyncio.gather(*asking)
     await at_rest(prefill, decode)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,3 +191,24 @@ async def test_a_request_is_accounted_for_with_its_first_token(stream: bool) -> 
         await answer.begin()
         assert answer.accounted
     await at_rest(engines.prefill, engines.decode)
+
+
+@pytest.mark.parametrize(
+    ("delays", "received"),
+    [({}, True), ({"retries": 0.01}, True), ({"recompute": 0.01}, False), ({"no statistics": 0.0}, None)],
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_explanation_says_which_engines_served_and_whether_kv_arrived(
+    delays: dict[str, float], received: bool | None, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decision's own engines may have failed or been full."""
+    engines = Engines(**delays)
+    if received is None:
+        monkeypatch.setattr(ServedCall, "computed", lambda *_: None)
+    async with engines.router.answer(replace(request(stream=stream), explain=True)) as answer:
+        await answer.begin()
+        assert answer.explanation is not None
+        served = json.loads(answer.explanation)["served"]
+    await at_rest(engines.prefill, engines.decode)
+    assert served == {"prefill": answer.pair.prefill, "decode": "d", "received_kv": received}
+    assert served["prefill"] in ("p0", "p1")

@@ -126,3 +126,31 @@ async def test_an_engine_moves_only_what_the_router_can_continue(more: dict[str,
         await whole_body(answer)
     await at_rest(p, d)
     assert d.replicas[0].calls[0].movable is movable
+
+
+async def test_the_wait_for_the_next_engine_is_no_step_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router would learn that steps of decode are slow."""
+    began: list[float] = []
+    ended: list[float] = []
+
+    async def late(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        began.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(30)
+        async for item in engine(2, [2])(call, turn):
+            yield item
+
+    router, p, d = fleet([well], [late, Stops(TRANSFER)])
+    d.in_order = True
+    planner = router.models[0].planner
+    observe = planner._observe_steps  # noqa: SLF001
+
+    def observed(inflight: Any, load: Any, tokens: int, now: float) -> None:
+        ended.append(now)
+        observe(inflight, load, tokens, now)
+
+    monkeypatch.setattr(planner, "_observe_steps", observed)
+    async with router.answer(request()) as answer:
+        await whole_body(answer)
+    await at_rest(p, d)
+    assert len(ended) == 2
+    assert ended[0] - began[0] < 1
