@@ -2,49 +2,37 @@
 
 import asyncio
 from contextlib import aclosing
-from typing import Any
 
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from actors.engine.asgi_call import call_asgi
-from actors.request import Call, ResponseStart
+from actors.request import Call
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 class Application:
-    """ASGI application that echoes, streams pieces, fails, or waits; records how streams and waits
-    end.
-    """
+    """ASGI application that streams pieces, fails, or waits; records how waits end."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []
         self.asgi = Starlette(
             routes=[
-                Route("/echo", self.echo, methods=["POST"]),
                 Route("/stream", self.stream),
                 Route("/fail", self.fail),
                 Route("/stubborn", self.stubborn),
             ]
         )
 
-    async def echo(self, request: Request) -> JSONResponse:
-        return JSONResponse({"body": (await request.body()).decode(), "x": request.headers["x"]})
-
     async def stream(self, request: Request) -> StreamingResponse:
         async def pieces():
-            try:
-                for index in range(1000):
-                    yield f"{index};"
-                    await asyncio.sleep(0.01)
-                self.ended.append("whole")
-            except asyncio.CancelledError:
-                self.ended.append("cancelled")
-                raise
+            for index in range(1000):
+                yield f"{index};"
+                await asyncio.sleep(0.01)
 
         return StreamingResponse(pieces())
 
@@ -63,16 +51,6 @@ def application() -> Application:
     return Application()
 
 
-async def test_a_response_is_its_start_and_its_body(application):
-    call = Call("POST", "/echo", ((b"x", b"1"),), b"hello")
-    items: list[Any] = [item async for item in call_asgi(application.asgi, call)]
-    start, *body = items
-    assert isinstance(start, ResponseStart)
-    assert start.status == 200
-    assert (b"content-type", b"application/json") in start.headers
-    assert b"".join(body) == b'{"body":"hello","x":"1"}'
-
-
 async def test_pieces_come_as_they_are_made(application):
     """The first piece does not wait for the last; accumulated pieces arrive as one."""
     async with aclosing(call_asgi(application.asgi, Call("GET", "/stream"))) as answer:
@@ -82,15 +60,6 @@ async def test_pieces_come_as_they_are_made(application):
         piled = await anext(answer)
     assert isinstance(piled, bytes)
     assert piled.startswith(b"1;2;3;")
-
-
-async def test_closing_early_is_a_disconnect(application):
-    """The application ends its stream before `aclose` returns."""
-    answer = call_asgi(application.asgi, Call("GET", "/stream"))
-    await anext(answer)
-    await anext(answer)
-    await answer.aclose()
-    assert application.ended == ["cancelled"]
 
 
 async def test_cancelling_the_reader_is_a_disconnect(application):

@@ -14,8 +14,6 @@ import pytest
 
 from actors.errors import CannotResumeError, DeadlineError, EngineDownError, UnavailableError
 from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart, StreamChunk, TokenChunk, TokenSource
-from actors.router import answer as answer_module
-from testing.answers import body_of
 from testing.sse import said
 from tests.actors.behaviours import (
     EVENTS,
@@ -360,29 +358,6 @@ async def test_a_stream_outlives_its_engine(cut, half):
     # Before the first token there is no stream to continue: that is another attempt.
     begun = cut >= 2 or half
     assert counted(router, "tandem_resumed_streams_total", outcome="resumed") == (begun and cut < TOKENS)
-
-
-@pytest.mark.parametrize("pause_s", [0.1, 0.2])
-async def test_a_stream_whose_client_reads_slowly_is_resumed(monkeypatch: pytest.MonkeyPatch, pause_s: float):
-    """The client takes longer than every timeout for tokens that have arrived before the death."""
-
-    async def starts_late(call: Call, turn: int) -> AsyncGenerator[Any, None]:
-        await asyncio.sleep(0.2)
-        async for item in engine(2, [1])(call, turn):
-            yield item
-
-    if pause_s < 0.2:
-        monkeypatch.setattr(answer_module, "MOST_BYTES", 1)
-    router, p, d = fleet([well], [starts_late, engine(1, [1], dies_after=25)])
-    router.limits = LIMITS.model_copy(update=SHORT)
-    d.in_order = True
-    body = b""
-    async with router.answer(request()) as streamed:
-        async for some in body_of(streamed):
-            body += some
-            await asyncio.sleep(pause_s)
-    assert said(body)["text"] == ALL
-    await at_rest(p, d)
 
 
 @pytest.mark.parametrize("fault", [dies, answers(503, {}), hangs], ids=["dies", "refuses", "is late"])
