@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 class Application:
-    """ASGI application that streams pieces, fails, or waits; records how waits end."""
+    """ASGI application that streams pieces, fails, or waits; records how streams and waits end."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []
@@ -30,9 +30,14 @@ class Application:
 
     async def stream(self, request: Request) -> StreamingResponse:
         async def pieces():
-            for index in range(1000):
-                yield f"{index};"
-                await asyncio.sleep(0.01)
+            try:
+                for index in range(1000):
+                    yield f"{index};"
+                    await asyncio.sleep(0.01)
+                self.ended.append("whole")
+            except asyncio.CancelledError:
+                self.ended.append("cancelled")
+                raise
 
         return StreamingResponse(pieces())
 
@@ -60,6 +65,15 @@ async def test_pieces_come_as_they_are_made(application):
         piled = await anext(answer)
     assert isinstance(piled, bytes)
     assert piled.startswith(b"1;2;3;")
+
+
+async def test_closing_early_is_a_disconnect(application):
+    """The application ends its stream before `aclose` returns."""
+    answer = call_asgi(application.asgi, Call("GET", "/stream"))
+    await anext(answer)
+    await anext(answer)
+    await answer.aclose()
+    assert application.ended == ["cancelled"]
 
 
 async def test_cancelling_the_reader_is_a_disconnect(application):

@@ -38,7 +38,7 @@ async def test_the_preferred_one_then_the_least_busy() -> None:
     here = SlotPool(lambda: engines(a=2, b=2, c=2))
     assert await here.take(SlotRequest(prefer=["b"])) == "b"
     assert await here.take(SlotRequest(prefer=["x", "b"])) == "b"
-    assert await here.take(SlotRequest(prefer=["b"], avoid={"a"})) == "c", "b is full"
+    assert await here.take(SlotRequest(prefer=["b", "a"], avoid={"a"})) == "c", "b is full"
     assert await here.take() == "a", "the only one without a call"
     assert here.ongoing() == {"a": 1, "b": 2, "c": 1}
 

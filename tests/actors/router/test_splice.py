@@ -14,6 +14,27 @@ def splice() -> Splice:
     return Splice(True, RouterMetrics())
 
 
+@pytest.mark.parametrize("size", [1, 2, 7, 50, 1000])
+def test_pieces_of_any_size_become_whole_events(size):
+    """Each piece ends at an event's end; nothing is lost or added."""
+    data = b"".join(event(index) for index in range(5)) + b"data: [DONE]\n\n"
+    stream, passed = splice(), b""
+    for begin in range(0, len(data), size):
+        some = stream.feed(data[begin : begin + size])
+        assert some == b"" or some.endswith(b"\n\n")
+        passed += some
+    assert (passed, stream.sent, stream.done) == (data, 6, True)
+
+
+def test_comments_are_passed_on_and_not_counted():
+    """vLLM's keep-alive comments are passed on at once."""
+    stream = splice()
+    assert stream.feed(b": ping\n\n" + event(0)) == b": ping\n\n" + event(0)
+    stream.restart()
+    assert stream.feed(event(0) + b": ping\n\n" + event(1)) == b": ping\n\n" + event(1)
+    assert stream.sent == 2
+
+
 def test_text_that_looks_like_a_date_is_left_alone():
     """Within a string, JSON escapes the quotes."""
     stream = splice()

@@ -307,3 +307,5 @@ async def test_drains_at_the_same_time_leave_an_engine() -> None:
         assert (await client.post("/tandem/drain/d")).status_code == 404
         engines.publish(DECODE, listed[0] | listed[1] | listed[2])
         assert await drained() == [200, 200]
+        engines.publish(DECODE, listed[0] | listed[1])
+        assert await drained() == [200, 200], "they are drained already"
