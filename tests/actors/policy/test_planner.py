@@ -153,15 +153,6 @@ def test_a_store_has_no_more_than_fits(capacity, setting, expected):
     assert loaded(planner, ids(4000), now, "p2", store("first", capacity)) == expected
 
 
-def test_a_store_drops_the_least_recently_used_prompt():
-    """Two prompts fit; a third replaces the second, because the first was used again."""
-    planner, now = planner_of(), 0.0
-    small, prompts = store("first", 2048), [ids(1024, 10**4 * n) for n in range(3)]
-    for number in (0, 1, 0, 2):
-        now = stored(planner, prompts[number], now, {"p": small})
-    assert [loaded(planner, prompt, now, f"p{n}", small) for n, prompt in enumerate(prompts)] == [960, 0, 960]
-
-
 def test_decode_has_its_stored_answer_after_a_restart():
     """Decode's store has the prompt of 4000 tokens and the answer of 200."""
     planner = planner_of("never_remote")
