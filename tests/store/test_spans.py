@@ -24,7 +24,7 @@ def test_five_packed_groups_are_stored_whole_where_the_chunk_cuts_their_blocks()
     assert plan.spans == (64, 256)
     assert plan.first_tokens == 256
     assert completed_objects(plan, 192, 256) == [ObjectRef(256, g) for g in range(5)]
-    assert completed_objects(plan, 128, 192) == [ObjectRef(192, g) for g in (1, 2, 3, 4)]
+    assert completed_objects(plan, 64, 192) == [ObjectRef(end, g) for end in (128, 192) for g in (1, 2, 3, 4)]
     # 320 tokens of the small groups do not help, because the large one has 256.
     present = {*completed_objects(plan, 0, 320)}
     assert usable_prefix(plan, present, 0, 1000) == 256

@@ -93,6 +93,15 @@ def test_odd_lines_mean_what_they_meant():
     assert [line.split("{")[0].split(" ")[0] for line in tardy] == ["#", "#", *["tardy_bucket", "tardy_count"] * 2]
 
 
+def test_values_are_left_as_they_are():
+    merged = merge([("r", "i", '# TYPE a gauge\na 12345678901234567890\na{b="c"} 1e-07 1700000000000\n')])
+    assert merged == (
+        "# TYPE a gauge\n"
+        'a{role="r",replica="i"} 12345678901234567890\n'
+        'a{role="r",replica="i",b="c"} 1e-07 1700000000000\n'
+    )
+
+
 @pytest.mark.parametrize("replica", ['quo"te', "back\\slash", "new\nline", "{}", "a b,c", "\N{SNOWMAN}\x85\u2028"])
 def test_any_origin_is_escaped(replica: str):
     registry = CollectorRegistry()
