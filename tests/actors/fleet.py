@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from actors.engine.split_call import SplitCall
 from actors.engine_pool.engine_call import EngineCall
 from actors.engine_pool.slots import EngineReplica, Slot, SlotRequest
 from actors.errors import CannotResumeError, EngineDownError, RefusedError, UnavailableError
+from actors.policy.admission import KvCache
 from actors.policy.prefixes import EngineStore
 from actors.request import Accepted, Call, PrefillReport, ProducerAddress, TokenSource
 from actors.router.model_router import ModelEngines
@@ -114,7 +115,6 @@ class Connection:
         try:
             async with aclosing(self._items(request)) as items:
                 async for item in items:
-                    self._handle.on_item()
                     if (wake := listener.received(item)) is not None:
                         wake()
                     await asyncio.sleep(0)
@@ -143,7 +143,6 @@ class Connection:
         finally:
             if request.transfer_id is not None and self._discards:  # as `Prefill.call_and_hold`
                 self._handle.discarded.append(request.transfer_id)
-                await self._handle.discard(request.transfer_id)
 
     def to(self, address: RpcAddress) -> Any:
         """Return a connection from this decode engine to a prefill engine."""
@@ -167,7 +166,6 @@ class Connection:
         try:
             async with aclosing(self._replica.run(call)) as items:
                 async for item in items:
-                    self._handle.on_item()
                     notices.put(item)
                     await asyncio.sleep(0)
         except Exception as problem:
@@ -189,10 +187,6 @@ def _beats(beat: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         running.cancel()
-
-
-async def _nothing(_: str) -> None:
-    """Do nothing: these engines have no KV."""
 
 
 class NoSlots:
@@ -280,8 +274,6 @@ class Handle:
         self.taken = 0
         self.running = 0
         self.discarded: list[str] = []
-        self.discard: Callable[[str], Awaitable[None]] = _nothing
-        """Frees the KV of a transfer in a real engine."""
         self.delivered: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """Event of each transfer, set when its KV has arrived."""
         self.in_order = False
@@ -293,8 +285,6 @@ class Handle:
         self.prefill: Handle | None = None
         """The handle of prefill, if this is decode's."""
         self.role = "decode"
-        self.on_item: Callable[[], None] = lambda: None
-        """Called before each item of a replica is passed on."""
         self.full_replicas: frozenset[str] = frozenset()
         """Replicas without a free slot, as far as decisions know."""
         self.metadata = METADATA
@@ -352,6 +342,9 @@ class Handle:
         """Do nothing."""
 
     def stores(self) -> dict[str, EngineStore]:
+        return {}
+
+    def kv_caches(self) -> dict[str, KvCache]:
         return {}
 
     def identities(self) -> dict[str, str]:

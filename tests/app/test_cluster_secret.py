@@ -2,20 +2,14 @@
 build.
 """
 
-import asyncio
 import pickle
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ray
 from pydantic import SecretStr
 from ray.serve import Application
 
-from actors.engine import engine_actor
-from actors.engine.engine_actor import Decode, Prefill
 from actors.engine.vllm_engine import kv_transfer_config
-from actors.errors import EngineStartError
 from app.main import build
 from configs.reference import reference
 from configs.settings.base import SettingsError
@@ -69,60 +63,34 @@ def test_every_build_in_a_cluster_has_one_secret(cluster):
     assert len(first["Prefill"]) == 64
 
 
-def secrets(application) -> set[str]:
-    """Return the replicas' secrets as if they started in this process's environment."""
-    return {secret_of(settings) for settings in deployed(application).values()}
-
-
-def test_settings_then_environment_then_cluster(monkeypatch):
+@pytest.mark.parametrize(
+    ("setting", "of_build", "of_replica", "secret"),
+    [
+        (None, None, None, None),
+        (None, SECRET, SECRET, SECRET),
+        # Serve builds the application in a task on any node, on Kubernetes the head's pod, which
+        # has no secrets.
+        (None, None, SECRET, SECRET),
+        (None, SECRET, None, SECRET),
+        (SECRET, None, SECRET + "!", SECRET),
+    ],
+)
+def test_settings_then_environment_then_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str | None,
+    of_build: str | None,
+    of_replica: str | None,
+    secret: str | None,
+) -> None:
     """The operator's secret comes first, the configuration's before the environment's."""
-    (made,) = secrets(build(ServiceSettings()))
-    assert len(made) == 64
-    monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
-    assert secrets(build(ServiceSettings())) == {SECRET}
-    assert secrets(build(parse_settings({"transfer": {"secret": SECRET + "!"}}))) == {SECRET + "!"}
-
-
-def test_replicas_read_their_own_environment(monkeypatch):
-    """Serve builds the application in a task on any node, on Kubernetes the head's pod, which
-    has no secrets.
-    """
-    without = build(ServiceSettings())
-    monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
-    assert secrets(without) == {SECRET}
-    with_one = build(ServiceSettings())
-    monkeypatch.delenv(PEER_SECRET_VARIABLE)
-    assert secrets(with_one) == {SECRET}, "where only the build has it, all get it"
-    monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET + "!")
-    assert secrets(build(parse_settings({"transfer": {"secret": SECRET}}))) == {SECRET}
-
-
-def test_an_engine_starts_with_the_secret_of_its_environment(monkeypatch):
-    """The environment takes precedence over the secret of the build."""
-    monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
-    started: list[ServiceSettings] = []
-
-    class Started(Exception):
-        pass
-
-    async def start(settings: ServiceSettings, *_: object) -> None:
-        started.append(settings)
-        raise Started
-
-    monkeypatch.setattr(engine_actor.VllmEngine, "start", start)
-    monkeypatch.setattr(engine_actor.serve, "get_replica_context", ReplicaContext)
-    monkeypatch.setattr(engine_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    for role in (Prefill, Decode):
-        replica: Any = object.__new__(type("Unended", (role,), {"__del__": lambda self: None}))
-        with pytest.raises(EngineStartError, match="Started"):
-            asyncio.run(role.__init__(replica, ServiceSettings(), SecretStr("made by the build")))
-    assert [secret_of(settings) for settings in started] == [SECRET, SECRET]
-
-
-class ReplicaContext:
-    """Part of Serve's replica context that a replica reads."""
-
-    replica_id = SimpleNamespace(unique_id="one")
+    if of_build:
+        monkeypatch.setenv(PEER_SECRET_VARIABLE, of_build)
+    application = build(parse_settings({"transfer": {"secret": setting}} if setting else {}))
+    monkeypatch.delenv(PEER_SECRET_VARIABLE, raising=False)
+    if of_replica:
+        monkeypatch.setenv(PEER_SECRET_VARIABLE, of_replica)
+    (found,) = {secret_of(settings) for settings in deployed(application).values()}
+    assert found == secret if secret else len(found) == 64
 
 
 def test_a_secret_that_can_be_guessed_is_refused(monkeypatch):

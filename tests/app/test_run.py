@@ -6,11 +6,9 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -283,30 +281,10 @@ def test_the_application_that_the_launcher_watches(
     assert watcher._application() is None  # noqa: SLF001
 
 
-@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"])
-def test_the_launcher_needs_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    """It sees the service's health, and the printed command works, whatever the environment has."""
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.setenv(variable, "http://127.0.0.1:9")
-    with health_server() as port:
-        watcher = Watcher(*load(LOCAL, port), tmp_path, Screen())
-        assert watcher._healthy()  # noqa: SLF001 - its thread needs a cluster
-    assert "--noproxy" in watcher._options  # noqa: SLF001
-
-
-@contextmanager
-def health_server() -> Iterator[int]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"status": "ok"}')
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_address[1]
-        server.shutdown()
+def test_the_printed_command_needs_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/e2e/test_service.py starts the launcher with proxies in its environment."""
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    assert "--noproxy" in Watcher(*load(LOCAL, None), tmp_path, Screen())._options  # noqa: SLF001
 
 
 @pytest.mark.parametrize("second", STOP_SIGNALS)

@@ -60,16 +60,6 @@ def test_replicas_at_the_start_of_scaled_roles() -> None:
     assert replicas_at_start(parse_settings(roles)) == {"prefill": 2, "decode": 3}
 
 
-def test_a_failed_start_ends_with_the_engines_error_and_its_log() -> None:
-    reports = [EngineReport("prefill", "KV cache"), EngineReport("decode", "engine core", "ValueError: no", "/logs/d")]
-    failure = failure_of(reports, {"service": "Deploying failed"}, "/logs")
-    assert str(failure).splitlines() == [
-        "tandem: decode engine did not start:",
-        "ValueError: no",
-        "tandem: full log: /logs/d",
-    ]
-
-
 SERVE_MESSAGE = """The deployment failed to start 1 times in a row. Error:
 ray::ServeReplica:tandem:Router.initialize_and_get_metadata() (pid=1)
   File "replica.py", line 1, in initialize

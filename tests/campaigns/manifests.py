@@ -20,8 +20,7 @@ from tests.campaigns.runner import Report
 from tests.campaigns.service.world import BODY
 from tests.k8s.check import DIRECTORIES, ROOT, only, problems
 from tests.k8s.kustomize import by_kubectl, render
-from tests.k8s.quantity import amount
-from tests.k8s.service import environment
+from tests.k8s.service import amount, environment
 
 OBJECT_STORE_BYTES = 100 * 2**20
 

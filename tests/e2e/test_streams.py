@@ -162,10 +162,3 @@ async def test_a_client_cannot_force_tokens(engine: VllmEngine) -> None:
     endpoint, body = completion(temperature=0, ignore_eos=True)
     forced = body | {"vllm_xargs": {"tandem_forced_tokens": [7, 7, 7], "tandem_emitted_tokens": [7, 7]}}
     assert said(await stream(engine, endpoint, forced)) == said(await stream(engine, endpoint, body))
-
-
-@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["a", "b"], "echo": True}], ids=["n", "multiple prompts"])
-async def test_what_cannot_go_on_exactly_is_refused(engine: VllmEngine, more: dict[str, Any]) -> None:
-    endpoint, body = completion(ignore_eos=True, temperature=1.0, **more)
-    with pytest.raises(CannotResumeError, match="continued on another engine"):
-        await stream(engine, endpoint, body, dies_at=-1)

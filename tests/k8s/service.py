@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,11 +14,11 @@ from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 from app.http.http_server import SERVICE_PATH
 from app.launch_environment import ENGINE_QUEUE_BYTES
 from app.run import load, ours
+from app.upgrade.plan import UNITS
 from configs.settings.base import SettingsError
 from configs.settings.deployment import PlacementSettings, RoleSettings
 from configs.settings.router import RouterSettings
 from configs.settings.service import ServiceSettings
-from tests.k8s.quantity import amount
 
 ROLES = ("router", "prefill", "decode")
 RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
@@ -30,6 +31,12 @@ KEEPALIVE_S = 120
 CUT_OFF_NODE_S = KEEPALIVE_S + 600
 # Ports that network-policies.yaml admits for the data-parallel ranks of a replica.
 RANK_PORTS = 16
+
+
+def amount(quantity: str | float) -> float:
+    """Return a quantity of Kubernetes as a number: `500m` is 0.5, `2Gi` is 2**31."""
+    ((number, unit),) = re.findall(r"^([\d.]+)(.*)$", str(quantity))
+    return float(number) * float(UNITS[unit])
 
 
 def environment(group: dict[str, Any]) -> dict[str, Any]:

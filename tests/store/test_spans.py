@@ -14,29 +14,8 @@ from tests.store.groups import FIVE, chunked, group, sliding, state
 MAMBA = (group(0, 1056, row_tokens=1056), state(1))
 
 
-@pytest.mark.parametrize(
-    ("chunk_tokens", "ends"),
-    [
-        (256, [256, 512, 768, 1024]),
-        (512, [512, 1024]),
-        (64, list(range(64, 1025, 64))),
-        (100, [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]),
-    ],
-)
-def test_five_groups_of_unequal_blocks_share_their_chunks(chunk_tokens: int, ends: list[int]) -> None:
-    """256/64/64/4/8: rows of one token can be cut anywhere, so block sizes do not affect the
-    objects.
-    """
-    plan = plan_store(FIVE, chunk_tokens, 4096)
-    assert plan.warnings == ()
-    assert [each.span_tokens for each in plan.groups] == [chunk_tokens] * 5
-    assert [each.kept_tokens for each in plan.groups] == [chunk_tokens] * 5
-    refs = completed_objects(plan, 0, 1024)
-    assert refs == [ObjectRef(end, g) for end in ends for g in range(5)]
-
-
 def test_five_packed_groups_are_stored_whole_where_the_chunk_cuts_their_blocks() -> None:
-    """The same blocks packed whole: a chunk of 64 divides the small ones and not the largest."""
+    """A chunk of 64 divides the small blocks and not the largest."""
     packed = tuple(group(each.index, each.block_tokens, row_tokens=each.block_tokens) for each in FIVE)
     plan = plan_store(packed, 64, 4096)
     assert [each.span_tokens for each in plan.groups] == [256, 64, 64, 64, 64]
@@ -45,7 +24,7 @@ def test_five_packed_groups_are_stored_whole_where_the_chunk_cuts_their_blocks()
     assert plan.spans == (64, 256)
     assert plan.first_tokens == 256
     assert completed_objects(plan, 192, 256) == [ObjectRef(256, g) for g in range(5)]
-    assert completed_objects(plan, 128, 192) == [ObjectRef(192, g) for g in (1, 2, 3, 4)]
+    assert completed_objects(plan, 64, 192) == [ObjectRef(end, g) for end in (128, 192) for g in (1, 2, 3, 4)]
     # 320 tokens of the small groups do not help, because the large one has 256.
     present = {*completed_objects(plan, 0, 320)}
     assert usable_prefix(plan, present, 0, 1000) == 256

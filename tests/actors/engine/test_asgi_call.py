@@ -2,38 +2,31 @@
 
 import asyncio
 from contextlib import aclosing
-from typing import Any
 
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from actors.engine.asgi_call import call_asgi
-from actors.request import Call, ResponseStart
+from actors.request import Call
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 class Application:
-    """ASGI application that echoes, streams pieces, fails, or waits; records how streams and waits
-    end.
-    """
+    """ASGI application that streams pieces, fails, or waits; records how streams and waits end."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []
         self.asgi = Starlette(
             routes=[
-                Route("/echo", self.echo, methods=["POST"]),
                 Route("/stream", self.stream),
                 Route("/fail", self.fail),
                 Route("/stubborn", self.stubborn),
             ]
         )
-
-    async def echo(self, request: Request) -> JSONResponse:
-        return JSONResponse({"body": (await request.body()).decode(), "x": request.headers["x"]})
 
     async def stream(self, request: Request) -> StreamingResponse:
         async def pieces():
@@ -61,16 +54,6 @@ class Application:
 @pytest.fixture
 def application() -> Application:
     return Application()
-
-
-async def test_a_response_is_its_start_and_its_body(application):
-    call = Call("POST", "/echo", ((b"x", b"1"),), b"hello")
-    items: list[Any] = [item async for item in call_asgi(application.asgi, call)]
-    start, *body = items
-    assert isinstance(start, ResponseStart)
-    assert start.status == 200
-    assert (b"content-type", b"application/json") in start.headers
-    assert b"".join(body) == b'{"body":"hello","x":"1"}'
 
 
 async def test_pieces_come_as_they_are_made(application):

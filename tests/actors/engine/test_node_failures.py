@@ -15,6 +15,7 @@ from actors.engine.node_failures import LostNodes, dead_nodes_now, grace_s, watc
 from actors.errors import EngineStartError
 from actors.upstream.ray_private import RECONNECT_VARIABLE
 from configs.settings.parsing import parse_settings
+from configs.settings.service import ServiceSettings
 
 
 def test_a_node_is_lost_some_time_after_it_is_dead():
@@ -110,7 +111,8 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
         described: tuple[dict[str, object], ...] = ({},)
 
         @classmethod
-        async def start(cls, *_: object) -> "Engine":
+        async def start(cls, settings: ServiceSettings, *_: object) -> "Engine":
+            assert settings.transfer.secret == SecretStr("x" * 16), "the build's"
             assert len(ray_says) == 2, "nodes that died before this engine's start do not count"
             return cls()
 

@@ -9,12 +9,10 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from actors.engine import engine_actor
 from actors.engine.asgi_call import Notices
 from actors.engine.engine_actor import Prefill
 from actors.engine.split_call import SplitCall
@@ -36,12 +34,10 @@ from actors.rpc import client, protocol, server, server_connection
 from actors.rpc.client import Channels
 from actors.rpc.messages import PrefillCandidate, PrefillOrder, RpcFailure, RpcRequest
 from actors.rpc.server import HANDED_BACK, RpcServer
-from actors.rpc.server_connection import ServedStream, ServerConnection
+from actors.rpc.server_connection import ServedStream
+from tests.actors.behaviours import EVENTS, JSON
+from tests.actors.rpc.world import WAIT_S, until
 
-WAIT_S = 60.0
-"""Limit of a wait for an event that is certain: far above a pause of the machine."""
-JSON = ((b"content-type", b"application/json"),)
-EVENTS = ((b"content-type", b"text/event-stream"),)
 ANSWER = json.dumps({"usage": {"prompt_tokens": 9}}).encode()
 PROMPT = EngineTimings(0.0, 0.1, 0.2, 0.3)
 RECEIVED = EngineTimings(0.0, 0.1, 0.2, 0.3, kv_asked_s=0.0, kv_ended_s=0.2)
@@ -165,12 +161,15 @@ async def samples_and_dies(engine: PrefillEngine) -> AsyncGenerator[Any, None]:
     raise EngineDownError("killed")
 
 
-def answers(status: int) -> Behaviour:
-    async def answer(_: PrefillEngine) -> AsyncGenerator[Any, None]:
-        yield ResponseStart(status, JSON)
-        yield b"{}"
+def sends(*items: Any) -> Behaviour:
+    async def serve(_: PrefillEngine) -> AsyncGenerator[Any, None]:
+        for item in items:
+            yield item
 
-    return answer
+    return serve
+
+
+REJECTS, FAILS = (sends(ResponseStart(status, JSON), b"{}") for status in (400, 500))
 
 
 @dataclass
@@ -257,15 +256,10 @@ class World:
     def discarded(self) -> int:
         return sum(len(engine.engine.discarded) for engine in self.prefill)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():  # noqa: ASYNC110 - the engines have no event for it
-                await asyncio.sleep(0.002)
-
     async def at_rest(self) -> None:
         """Wait until no engine runs or holds anything."""
         servers = [self.server, *(engine.server for engine in self.prefill)]
-        await self.until(lambda: not self.running and not any(one.ongoing for one in servers))
+        await until(lambda: not self.running and not any(one.ongoing for one in servers))
         assert not any(engine.running or engine._held for engine in self.prefill)  # noqa: SLF001
 
     @property
@@ -307,8 +301,13 @@ REFUSED_S, ABORT_S = 0.2, 0.2
             ["full", "accepted", "leaving", *DONE],
             id="stops late, after a refusal",
         ),
-        pytest.param([answers(400), computes], {}, ["accepted", "rejected", "prefill_failed"], id="rejected"),
-        pytest.param([answers(500), computes], {}, ["accepted", "failed", *DONE], id="HTTP 500"),
+        pytest.param(
+            [REJECTS, computes],
+            {},
+            ["accepted", "rejected", "prefill_failed"],
+            id="rejected",
+        ),
+        pytest.param([FAILS, computes], {}, ["accepted", "failed", *DONE], id="HTTP 500"),
         pytest.param([dies, computes], {}, ["accepted", "failed", *DONE], id="its engine dies"),
         pytest.param([breaks, computes], {}, ["accepted", "failed", *DONE], id="an internal error"),
         pytest.param(["gone", computes], {}, ["failed", *DONE], id="its process is gone"),
@@ -397,7 +396,7 @@ async def test_a_call_that_ends_early(stage: str, way: str, monkeypatch: pytest.
         world = World([PrefillEngine(behaviour)], {})
         await world.open(stack)
         stream = world.send()
-        await world.until(lambda: reached(world))
+        await until(lambda: reached(world))
         called = bool(world.prefill[0].calls)
         if way == "cancelled":
             world.channel.cancel(stream)
@@ -405,23 +404,22 @@ async def test_a_call_that_ends_early(stage: str, way: str, monkeypatch: pytest.
             world.router.close()
         else:
             world.channels.close()  # its connection to prefill
-            await world.until(lambda: not world.prefill[0].server.ongoing)
+            await until(lambda: not world.prefill[0].server.ongoing)
             world.router.close()
         await world.at_rest()
         if called:
             assert world.discarded == len(world.prefill[0].calls)
 
 
-@pytest.mark.parametrize("failed", [False, True])
-async def test_kv_that_decode_does_not_have_is_discarded(failed: bool) -> None:
+async def test_kv_that_decode_does_not_have_is_discarded() -> None:
     """After a failed transfer decode has computed the prompt itself."""
     async with AsyncExitStack() as stack:
-        world = World([PrefillEngine(computes)], {}, kv=replace(RECEIVED, kv_failed=failed))
+        world = World([PrefillEngine(computes)], {}, kv=replace(RECEIVED, kv_failed=True))
         await world.open(stack)
         world.send()
         await asyncio.wait_for(world.over.wait(), WAIT_S)
         await world.at_rest()
-        assert world.discarded == failed
+        assert world.discarded == 1
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -433,85 +431,7 @@ async def test_a_router_or_a_prefill_engine_of_version_1(version: int, monkeypat
         await world.open(stack)
         channel = world.channels.to(world.request.prefill.candidates[0].address)  # type: ignore[union-attr]
         stream = channel.call(RpcRequest(CALL, "r", 0, "t", WAIT_S), world)
-        await world.until(lambda: ANSWER in world.items)
+        await until(lambda: ANSWER in world.items)
         channel.cancel(stream)
         await world.at_rest()
         assert world.discarded == version - 1
-
-
-def sends(*items: Any) -> Behaviour:
-    async def serve(_: PrefillEngine) -> AsyncGenerator[Any, None]:
-        for item in items:
-            yield item
-
-    return serve
-
-
-def held_call(engine: PrefillEngine, number: str) -> tuple[ServedStream, AsyncGenerator[Any, None]]:
-    request = RpcRequest(Call("POST", "/v1/completions"), "r", 0, transfer_id=number, hold_s=3600.0)
-    stream = ServedStream(cast(ServerConnection, None), 1, expects_refusal=False)
-    return stream, engine.serve_request(0, request, stream)
-
-
-async def turns() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize(
-    ("items", "held"),
-    [
-        ([ResponseStart(200, JSON), b"{}"], True),
-        ([ResponseStart(400, JSON), b"{}"], False),
-        ([ResponseStart(200, EVENTS), FIRST], True),
-        ([ResponseStart(200, EVENTS), b'data: {"error": {}}\n\n', b"data: [DONE]\n\n"], False),
-    ],
-)
-@pytest.mark.parametrize("done", [False, True])
-async def test_a_call_is_held_if_its_prompt_was_computed(items: list[Any], held: bool, done: bool) -> None:
-    """Its KV is discarded unless decode has it."""
-    engine = PrefillEngine(sends(*items))
-    stream, call = held_call(engine, "t")
-    assert [await anext(call) for _ in range(1 + len(items))][1:] == items
-    rest = asyncio.ensure_future(anext(call, None))
-    await turns()
-    assert rest.done() != held
-    stream.done = stream.done or done
-    rest.cancel()
-    await asyncio.wait({rest})
-    await call.aclose()
-    assert not engine._held  # noqa: SLF001
-    assert engine.engine.discarded == ([] if held and done else ["t"])
-
-
-async def test_an_engine_without_new_calls_hands_back_the_prompts_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM begins prompts in order of arrival. Computed prompts stay until decode has their KV.
-
-    A step's count may include the prompts that were handed back during it.
-    """
-    monkeypatch.setattr(engine_actor, "LOOK_S", 0.0)
-    waiting, computed = PrefillEngine(waits), PrefillEngine(sends(ResponseStart(200, JSON), b"{}"))
-    computed._computing = waiting._computing  # noqa: SLF001
-    server: Any = SimpleNamespace(refuses=asyncio.Event())
-
-    async def last_item(call: AsyncGenerator[Any, None]) -> Any:
-        return [item async for item in call][-1]
-
-    engines = enumerate((waiting, computed, waiting, waiting, computed))
-    rests = [asyncio.ensure_future(last_item(held_call(engine, str(number))[1])) for number, engine in engines]
-    await asyncio.sleep(0)
-    emptying = asyncio.create_task(waiting._empty(0, server))  # noqa: SLF001
-    ended: list[str] = []
-    for refuses, counts, more in ((False, [2], []), (True, [2, 1], ["2", "3"]), (True, [1], ["0"]), (True, [9], [])):
-        if refuses:
-            server.refuses.set()
-        waiting.engine.waiting = deque(counts)
-        await turns()
-        await turns()
-        ended += more
-        assert sorted(str(number) for number, rest in enumerate(rests) if rest.done()) == sorted(ended)
-        assert sorted(waiting.engine.discarded) == sorted(ended)
-    assert all(rest.result() is HANDED_BACK for rest in rests if rest.done())
-    for task in (emptying, *rests):
-        task.cancel()
-    await asyncio.gather(emptying, *rests, return_exceptions=True)

@@ -2,39 +2,16 @@
 
 from collections import Counter
 
-import pytest
-
 from actors.engine_pool.engines import engine_names, publish, ranked_metadata, replicas_of
 from actors.engine_pool.slots import rank
-from actors.policy.prefixes import EngineStore
 from actors.rpc.address import RpcAddress
 from actors.rpc.server import replica_metadata
-
-
-@pytest.mark.parametrize(
-    ("ongoing", "best"),
-    [
-        ({"a": 0}, "a"),
-        ({"a": 3, "b": 1}, "b"),
-        ({"a": 1, "b": 3, "c": 2}, "a"),
-        ({"a": 2, "b": 2, "c": 1}, "c"),
-    ],
-)
-def test_the_least_loaded_replica_comes_first_at_every_turn(ongoing, best):
-    """The rotation decides only between equally loaded replicas."""
-    assert {rank(ongoing, turn)[0] for turn in range(7)} == {best}
 
 
 def test_equals_take_turns():
     """Over any number of rotations, equally loaded replicas get equal numbers of requests."""
     firsts = Counter(rank({"a": 1, "b": 1, "c": 1, "d": 5}, turn)[0] for turn in range(9))
     assert firsts == {"a": 3, "b": 3, "c": 3}
-
-
-def test_a_replica_to_avoid_is_not_ranked():
-    """A dead engine seems idle, and is not ranked."""
-    assert rank({"a": 0, "b": 5, "c": 2}, 0, avoid={"a", "gone"}) == ["c", "b"]
-    assert rank({"a": 0}, 0, avoid={"a"}) == []
 
 
 def test_each_data_parallel_rank_is_an_engine():
@@ -59,16 +36,3 @@ def test_each_data_parallel_rank_is_an_engine():
         "b": ("b", 0, 3, 9, None),
     }
     assert [*engine_names("a", 2), *engine_names("b", 1)] == list(engines)
-
-
-def test_engines_announce_their_stores():
-    """As in a connector's reply; engines with the same folder and namespace have the same id."""
-    address = RpcAddress("h", 1, "key")
-    described = {"id": "0", "tokens": 5000, "chunk_tokens": 256}
-    stored = [replica_metadata(address, 7, slots=4, store=described) for _ in range(2)]
-    alone = replica_metadata(address, 7, slots=4)
-    publish("stores", dict(zip("abc", [*stored, alone], strict=True)))
-    engines = replicas_of("stores")
-    assert engines is not None
-    store = EngineStore("0", 5000, 256)
-    assert {name: engine.store for name, engine in engines.items()} == {"a": store, "b": store, "c": None}

@@ -153,15 +153,6 @@ def test_a_store_has_no_more_than_fits(capacity, setting, expected):
     assert loaded(planner, ids(4000), now, "p2", store("first", capacity)) == expected
 
 
-def test_a_store_drops_the_least_recently_used_prompt():
-    """Two prompts fit; a third replaces the second, because the first was used again."""
-    planner, now = planner_of(), 0.0
-    small, prompts = store("first", 2048), [ids(1024, 10**4 * n) for n in range(3)]
-    for number in (0, 1, 0, 2):
-        now = stored(planner, prompts[number], now, {"p": small})
-    assert [loaded(planner, prompt, now, f"p{n}", small) for n, prompt in enumerate(prompts)] == [960, 0, 960]
-
-
 def test_decode_has_its_stored_answer_after_a_restart():
     """Decode's store has the prompt of 4000 tokens and the answer of 200."""
     planner = planner_of("never_remote")
@@ -179,18 +170,6 @@ def test_a_store_outlives_its_engines_for_a_while():
         for other in range(others):
             planner.decide(ids(1), {"q": 0}, D, now, stores={"q": store(f"other {other}")})
         assert loaded(planner, ids(4000), now, "p2", store("first")) == expected
-
-
-def test_engines_share_a_store():
-    """A prompt that p has stored is loaded by q on the same host, if p is busy."""
-    planner, stores = planner_of(), {"p": store("host"), "q": store("host")}
-    now = stored(planner, ids(4000), 0.0, stores)
-    assert planner.decide(ids(4000), PQ, D, now, stores=stores).prefill == ("p", "q")
-    for n in range(3):
-        planner.begin(ids(4000, 10**6 * (n + 1)), "d", "p", now)
-    decision = planner.decide(ids(4000), PQ, D, now, stores=stores)
-    assert decision.prefill == ("q", "p")
-    assert known(decision.chosen).loaded_tokens == 3968
 
 
 def test_a_prompt_is_stored_once_it_is_computed():
@@ -232,24 +211,6 @@ def test_a_second_turn_goes_where_the_first_is():
     assert known(decision.chosen).uncached_tokens == 100
     assert known(decision.other).prefill == "p"
     assert known(decision.other).uncached_tokens == pytest.approx(740, abs=64)
-
-
-def test_a_shared_beginning_is_found_on_prefill_engines():
-    planner = planner_of()
-    serve(planner, ids(4000), 0.0, prefill="q")
-    again = read_prompt({"prompt": [*range(3000), 7, 8, 9]})
-    assert planner.decide(again, PQ, D, 10.0).prefill[0] == "q"
-
-
-def test_tokens_of_text_are_counted_by_the_engine():
-    """Two bytes per token, not four; a measurement makes the estimate nearly exact."""
-    planner = Planner(RoutingSettings())
-    for n in range(20):
-        inflight = planner.begin(read_prompt({"prompt": f"{n:08}" * 1000}), "d", "p", n)
-        planner.prefilled(inflight, n + 0.5, 4000)
-        planner.ended(inflight, n + 0.6)
-    assert planner.prompt_tokens(read_prompt({"prompt": "z" * 1000})) == pytest.approx(500, rel=0.02)
-    assert planner.prompt_tokens(ids(1000)) == 1000
 
 
 @pytest.mark.parametrize(

@@ -169,20 +169,6 @@ async def test_prefill_is_free_when_the_router_has_the_first_token(delays):
     await at_rest(engines.prefill, engines.decode)
 
 
-async def test_an_engine_without_statistics_is_unexplained():
-    """An engine with vLLM's `disable_log_stats` reports no timings."""
-    engines = Engines()
-
-    async def silent(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        await asyncio.sleep(DELAY_S)
-        yield ResponseStart(200, JSON)
-        yield b"{}"
-
-    engines.decode.replicas = [Replica("d", silent)]
-    parts = (await breakdown_of(engines, request(stream=False))).parts
-    assert parts["unexplained"] >= DELAY_S * 0.99
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_request_is_accounted_for_with_its_first_token(stream: bool) -> None:
     """Prefill's timings arrive first in most requests; the client does not wait for others."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -14,12 +14,9 @@ import pytest
 
 from actors.errors import CannotResumeError, DeadlineError, EngineDownError, UnavailableError
 from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart, StreamChunk, TokenChunk, TokenSource
-from actors.router import answer as answer_module
-from testing.answers import body_of
 from testing.sse import said
 from tests.actors.behaviours import (
     EVENTS,
-    JSON,
     LIMITS,
     OK,
     TOKENS,
@@ -31,7 +28,6 @@ from tests.actors.behaviours import (
     dies,
     engine,
     event,
-    fed,
     fleet,
     hangs,
     prefills,
@@ -39,7 +35,7 @@ from tests.actors.behaviours import (
     transfers,
     well,
 )
-from tests.actors.fleet import METADATA, SOURCE, Handle, Replica, at_rest, router_of
+from tests.actors.fleet import METADATA, SOURCE, at_rest
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -362,29 +358,6 @@ async def test_a_stream_outlives_its_engine(cut, half):
     assert counted(router, "tandem_resumed_streams_total", outcome="resumed") == (begun and cut < TOKENS)
 
 
-@pytest.mark.parametrize("pause_s", [0.1, 0.2])
-async def test_a_stream_whose_client_reads_slowly_is_resumed(monkeypatch: pytest.MonkeyPatch, pause_s: float):
-    """The client takes longer than every timeout for tokens that have arrived before the death."""
-
-    async def starts_late(call: Call, turn: int) -> AsyncGenerator[Any, None]:
-        await asyncio.sleep(0.2)
-        async for item in engine(2, [1])(call, turn):
-            yield item
-
-    if pause_s < 0.2:
-        monkeypatch.setattr(answer_module, "MOST_BYTES", 1)
-    router, p, d = fleet([well], [starts_late, engine(1, [1], dies_after=25)])
-    router.limits = LIMITS.model_copy(update=SHORT)
-    d.in_order = True
-    body = b""
-    async with router.answer(request()) as streamed:
-        async for some in body_of(streamed):
-            body += some
-            await asyncio.sleep(pause_s)
-    assert said(body)["text"] == ALL
-    await at_rest(p, d)
-
-
 @pytest.mark.parametrize("fault", [dies, answers(503, {}), hangs], ids=["dies", "refuses", "is late"])
 async def test_a_broken_prefill_leg_goes_to_another_replica(fault):
     """Once per request, in its turn."""
@@ -500,191 +473,3 @@ async def test_choices_that_cannot_share_a_received_prompt_are_served_by_decode(
     await at_rest(p, d)
     assert (len(p.calls), answer.local_reason) == (legs, None if legs else "n")
     assert [call.sequences for call in (*p.calls, *d.calls)] == [1] * legs + [3]
-
-
-@pytest.mark.parametrize("equal", [True, False])
-async def test_a_stream_is_resumed_only_on_engines_of_its_identity(equal: bool):
-    """The weights at the model's path were replaced, and the other replicas have restarted."""
-    router, p, d = fleet([well], [engine(3, [1])] * 3 + [engine(1, [1], dies_after=5)])
-    d.in_order = True
-    for replica in d.replicas[equal:3]:
-        replica.identity = "other"
-    if equal:
-        assert said((await ask(router, request()))[1])["text"] == ALL
-    else:
-        with pytest.raises(CannotResumeError, match="another model"):
-            await ask(router, request())
-    await at_rest(p, d)
-    assert [len(replica.calls) for replica in d.replicas] == [int(equal), 0, 0, 1]
-
-
-@pytest.mark.parametrize(("prefill", "reason"), [("m", None), ("mo", None), ("oo", "other_identity")])
-async def test_only_engines_of_one_identity_are_paired(prefill: str, reason: str | None):
-    """Also for the first request, before the router knows the engines."""
-    router, p, d = fleet([well] * len(prefill), [OK])
-    for replica, identity in zip(p.replicas, prefill, strict=True):
-        replica.identity = SOURCE.engine if identity == "m" else "other"
-    for _ in range(4):
-        assert (await ask(router, request(stream=False)))[0].local_reason == reason
-    await at_rest(p, d)
-    assert [bool(replica.calls) for replica in p.replicas] == [identity == "m" for identity in prefill]
-
-
-@pytest.mark.parametrize(("full", "served"), [((), "01"), (("p0",), "1"), (("p1",), "0"), (("p0", "p1"), "01")])
-async def test_a_release_whose_prefill_is_full_gets_no_prompt(full: tuple[str, ...], served: str):
-    """While the other one has a free slot; decode would wait for its own, then compute."""
-    router, p, d = fleet([well, well], [OK, OK])
-    for replicas in (p.replicas, d.replicas):
-        replicas[1].identity = "later"
-    await ask(router, request(stream=False))
-    p.full_replicas = frozenset(full)
-    before = [len(replica.calls) for replica in d.replicas]
-    for _ in range(4):
-        assert (await ask(router, request(stream=False)))[0].local_reason is None
-    await at_rest(p, d)
-    found = [len(replica.calls) - old for replica, old in zip(d.replicas, before, strict=True)]
-    assert "".join(str(index) for index, count in enumerate(found) if count) == served
-
-
-async def test_a_decode_engine_of_an_earlier_release_serves_alone():
-    """Its routers called prefill, so it would ignore the order."""
-    router, p, d = fleet([well], [OK])
-    d.replicas[0].version = 1
-    answer, _ = await ask(router, request(stream=False))
-    assert (answer.local_reason, p.calls) == ("older_engine", [])
-    assert TRANSFER_FIELD not in json.loads(d.calls[0].body)
-    await at_rest(p, d)
-
-
-async def test_a_failed_prefill_engine_is_no_match(caplog: pytest.LogCaptureFixture):
-    """The request does not wait for a slot that no engine can have."""
-    router, p, d = fleet([dies, well], [OK, OK])
-    p.replicas[1].identity = d.replicas[0].identity = "other"
-    d.in_order = True  # the last replica is chosen, although the policy prefers the other one
-    answer, _ = await ask(router, request(stream=False))
-    assert answer.local_reason == "prefill_failed"
-    assert "waiting for a free prefill replica" not in caplog.text
-    await at_rest(p, d)
-
-
-async def test_a_stream_that_begins_before_its_kv_is_there():
-    """Events without a token do not show the handover: the prefill leg continues until the first
-    token.
-    """
-    computing = asyncio.Event()
-
-    async def slow_prefill(call: Call, turn: int) -> AsyncGenerator[Any, None]:
-        await computing.wait()
-        async for item in prefills(lambda: p)(call, turn):
-            yield item
-
-    async def eager(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        yield ResponseStart(200, EVENTS)
-        yield b"event: response.created\ndata: {}\n\n"
-        asyncio.get_running_loop().call_later(0.05, computing.set)
-        await p.delivered[transfers(d)[0]].wait()
-        yield TokenChunk(b"event: response.output_text.delta\ndata: {}\n\n", ((7,),))
-        yield b"event: response.completed\ndata: {}\n\n"
-
-    p, d = Handle([Replica("p0", slow_prefill)]), Handle([Replica("d0", eager)])
-    router = router_of(LIMITS, p, d)
-    wanted = request()
-    wanted = replace(wanted, endpoint="/v1/responses", body={**wanted.body, "input": "x"})
-    answer, body = await ask(router, wanted)
-    await at_rest(p, d)
-    assert (answer.route, body.count(b"event: ")) == ("remote", 3)
-    assert counted(router, "tandem_prefill_legs_total", outcome="done") == 1
-    assert counted(router, "tandem_resumed_streams_total", outcome="refused") == 0
-
-
-@pytest.mark.parametrize("prefill_dies", [False, True])
-async def test_what_prefill_does_after_decodes_first_token(prefill_dies):
-    """The answer does not hold prefill's slot. The token count of a late answer is read; a death
-    causes no second attempt.
-    """
-    finish, go_on = asyncio.Event(), asyncio.Event()
-
-    async def decode(call: Call, turn: int) -> AsyncGenerator[Any, None]:
-        yield Heartbeat(tokens=True)
-        await finish.wait()
-        async for item in OK(call, turn):
-            yield item
-
-    async def prefill(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        p.delivered[json.loads(call.body)[TRANSFER_FIELD]["transfer_id"]].set()
-        await go_on.wait()
-        if prefill_dies:
-            raise EngineDownError("killed")
-        yield ResponseStart(200, JSON)
-        yield b'{"usage": {"prompt_tokens": 17}}'
-        await asyncio.sleep(60)
-
-    p = Handle([Replica("p0", prefill)])
-    d = Handle([Replica("d0", fed(decode, p))])
-    asking = asyncio.create_task(ask(router_of(LIMITS, p, d), request(False)))
-    await asyncio.sleep(1)  # until the router has read the first token
-    go_on.set()
-    await asyncio.sleep(1)
-    assert (asking.done(), d.taken, p.taken, p.running) == (False, 1, 0, 0)
-    finish.set()
-    answer, body = await asking
-    assert (answer.route, json.loads(body), len(p.calls), len(d.calls)) == ("remote", WHOLE, 1, 1)
-    assert answer.prompt_tokens == (None if prefill_dies else 17)
-    await at_rest(p, d)
-    assert p.discarded == []
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_does_not_wait_for_prefills_report(stream: bool):
-    """The report may follow the end of a short answer: it updates the routing policy later."""
-    ended = asyncio.Event()
-
-    async def prefill(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        p.delivered[json.loads(call.body)[TRANSFER_FIELD]["transfer_id"]].set()
-        await ended.wait()
-        yield ResponseStart(200, JSON)
-        yield b'{"usage": {"prompt_tokens": 17}}'
-        await asyncio.sleep(60)
-
-    async def one_body(call: Call, turn: int) -> AsyncGenerator[Any, None]:
-        yield ResponseStart(200, (*JSON, (b"content-length", b"17")))
-        yield json.dumps(WHOLE).encode()
-
-    p = Handle([Replica("p0", prefill)])
-    d = Handle([Replica("d0", fed(engine(1, [1]) if stream else one_body, p))])
-    router = router_of(LIMITS, p, d)
-    answer, _ = await ask(router, request(stream))
-    assert (answer.route, answer.prompt_tokens) == ("remote", None)
-    assert (d.taken, d.running) == (0, 1), "the client's next request needs the slot"
-    ended.set()
-    await at_rest(p, d)
-    assert (answer.prompt_tokens, counted(router, "tandem_prefill_legs_total", outcome="done")) == (17, 1)
-    assert p.discarded == []
-
-
-async def test_decode_is_cancelled_before_its_transfer_is_discarded():
-    """Else decode would compute the prompt, whose KV has just been freed."""
-    order: list[str] = []
-
-    class Discards(list[str]):
-        def append(self, transfer_id: str) -> None:
-            order.append("discard")
-
-    async def waits(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        try:
-            await asyncio.sleep(60)
-            yield
-        finally:
-            order.append("decode")
-
-    p, d = Handle([]), Handle([Replica("d0", waits)])
-    p.discarded = Discards()
-    p.replicas = [Replica("p0", prefills(lambda: p))]
-    asking = asyncio.create_task(ask(router_of(LIMITS, p, d), request()))
-    async with asyncio.timeout(30):
-        while not (p.calls and d.calls):  # noqa: ASYNC110 - the fleet has no event for it
-            await asyncio.sleep(0.001)
-    asking.cancel()
-    await asyncio.wait({asking})
-    await at_rest(p, d)
-    assert order == ["decode", "discard"]

@@ -100,13 +100,6 @@ FILES = {
 """Recorded frames of each version: its first, and with all fields that were appended since."""
 
 
-def test_a_frame_by_hand() -> None:
-    """Seven bytes follow: an array of one message, which is an array of tag 7, stream 5, and an
-    item of tag 1 with false.
-    """
-    assert encode([StreamItem(5, Heartbeat())]) == b"\x00\x00\x00\x07" + b"\x91\x93\x07\x05\x92\x01\xc2"
-
-
 def test_the_origin_of_tokens() -> None:
     item = StreamItem(1, TokenChunk(b"", ((1,),), None, b"prompt", TokenSource("model", "adapter")))
     assert list(FrameReader().feed(encode([item]))) == [item]

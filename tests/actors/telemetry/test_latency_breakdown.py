@@ -45,6 +45,12 @@ REMOTE_PARTS = {
 }
 
 
+ALONE = EngineTimings(queued_s=1, scheduled_s=4, first_token_s=50, answered_s=52)
+LOCAL = replace(REMOTE, prefill=None, decode=CallTimes(1010, 1066, ALONE))
+NOTHING = dict.fromkeys(REMOTE_PARTS.keys() - {"body", "router", "slot_wait"}, 0)
+"""No time in any engine, nor on the way to it."""
+
+
 def on_prefill(**more: Any) -> RequestTimestamps:
     """Return the request with other timings of prefill."""
     return replace(REMOTE, prefill=CallTimes(1010, 1058, replace(PREFILL, **more)))
@@ -64,19 +70,34 @@ def on_decode(**more: Any) -> RequestTimestamps:
         (replace(REMOTE, streams=False), {"frontend": 2, "generation": 1}),
         (replace(REMOTE, tried_at=1002), {"router": 4, "retries": 1}),
         (on_decode(kv_failed=True), {"first_step": 0, "recompute": 10}),
+        # A fetch on decode while prefill computes delays nothing.
+        (on_decode(store_asked_s=1.5, store_ended_s=2.5), {}),
+        # The KV was there at 1054, before prefill had sampled an unused token at 1056.
+        (on_decode(kv_ended_s=41), {"transfer": 0, "prefill": 38, "decode_queue": 15}),
+        # Decode had blocks for the prompt, computed at 1056, only at 1060: no slow transfer.
+        (on_decode(kv_asked_s=47), {"transfer": 5, "decode_queue": 4 + 4}),
+        # Decode has the whole prefix cached: prefill's time does not count.
+        (
+            on_decode(kv_asked_s=None, kv_ended_s=None),
+            NOTHING | {"hops": 3 + 2, "frontend": 2, "decode_queue": 55, "first_step": 10},
+        ),
+        # A local request: decode's first step computes the prompt as well.
+        (LOCAL, NOTHING | {"hops": 4, "frontend": 1 + 2, "decode_queue": 3, "prefill": 46}),
+        (
+            replace(LOCAL, decode=CallTimes(1010, 1066, replace(ALONE, store_asked_s=2, store_ended_s=3))),
+            NOTHING | {"hops": 4, "frontend": 1 + 2, "decode_queue": 2, "store": 1, "prefill": 46},
+        ),
+        # Engines that report nothing.
+        (
+            replace(REMOTE, prefill=CallTimes(1010, 1082, None)),
+            NOTHING | {"hops": 3 + 2, "frontend": 1 + 1, "decode_queue": 2 + 4, "unexplained": 49, "first_step": 10},
+        ),
+        (replace(REMOTE, decode=CallTimes(1011, 1082, None)), NOTHING | {"unexplained": 72}),
     ],
 )
 def test_one_change_of_a_remote_request(timestamps: RequestTimestamps, changed: dict[str, int]) -> None:
     expected = {part: seconds for part, seconds in (REMOTE_PARTS | changed).items() if seconds}
     assert break_down(timestamps).parts == expected
-
-
-def test_a_fetch_on_decode_hides_behind_prefill_or_delays_a_local_request():
-    assert break_down(on_decode(store_asked_s=1.5, store_ended_s=2.5)).parts == REMOTE_PARTS
-    local = replace(on_decode(store_asked_s=5, store_ended_s=25, kv_asked_s=None, kv_ended_s=None), prefill=None)
-    parts = break_down(local).parts
-    assert parts["store"] == 20
-    assert parts["decode_queue"] == 56 - 1 - 20
 
 
 def test_a_remote_request():
@@ -99,65 +120,6 @@ def test_a_remote_request():
         ("frontend", 79, 80),
         ("hops", 80, 82),
     ]
-
-
-def test_a_local_request_has_fewer_parts():
-    """Decode's first step computes the prompt as well."""
-    timings = EngineTimings(queued_s=1, scheduled_s=4, first_token_s=50, answered_s=52)
-    timestamps = replace(REMOTE, prefill=None, decode=CallTimes(1010, 1066, timings))
-    assert break_down(timestamps).parts == {
-        "body": 1,
-        "router": 5,
-        "slot_wait": 4,
-        "hops": 4,
-        "frontend": 1 + 2,
-        "decode_queue": 3,
-        "prefill": 46,
-    }
-
-
-def test_kv_that_was_there_before_prefill_had_its_token():
-    """Prefill samples an unused token: decode's activity meanwhile counts."""
-    parts = break_down(on_decode(kv_ended_s=41)).parts  # at 1054; prefill ends at 1056
-    assert "transfer" not in parts
-    assert (parts["prefill"], parts["decode_queue"]) == (38, 15)
-
-
-def test_decode_without_room_is_not_a_slow_transfer():
-    """The prompt was computed at 1056, and decode had blocks for it only at 1060."""
-    parts = break_down(on_decode(kv_asked_s=47)).parts
-    assert (parts["prefill"], parts["decode_queue"], parts["transfer"]) == (40, 4 + 4, 5)
-
-
-def test_decode_that_wants_no_kv_does_not_wait_for_prefill():
-    """Decode has the whole prefix cached: prefill's time does not count."""
-    parts = break_down(on_decode(kv_asked_s=None, kv_ended_s=None)).parts
-    assert parts == {
-        "body": 1,
-        "router": 5,
-        "slot_wait": 4,
-        "hops": 3 + 2,
-        "frontend": 2,
-        "decode_queue": 55,
-        "first_step": 10,
-    }
-
-
-def test_an_engine_that_says_nothing():
-    """The breakdown contains no time of an engine that reports none."""
-    silent_prefill = replace(REMOTE, prefill=CallTimes(1010, 1082, None))
-    assert break_down(silent_prefill).parts == {
-        "body": 1,
-        "router": 5,
-        "slot_wait": 4,
-        "hops": 3 + 2,
-        "frontend": 1 + 1,
-        "decode_queue": 2 + 4,
-        "unexplained": 49,
-        "first_step": 10,
-    }
-    silent_decode = replace(REMOTE, decode=CallTimes(1011, 1082, None))
-    assert break_down(silent_decode).parts == {"body": 1, "router": 5, "slot_wait": 4, "unexplained": 72}
 
 
 moments = st.floats(0, 100, allow_nan=False)

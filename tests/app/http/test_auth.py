@@ -244,37 +244,40 @@ def built(**args: Any) -> dict[str, Any]:
     return {name: value for name, value in bound.items() if "digests" in name}
 
 
-async def test_a_router_reads_its_own_environment(monkeypatch):
-    """A router also reads the keys of its own environment.
-
-    Serve builds the application in a task on any node, on Kubernetes the head's pod, which has no
-    keys. A router whose own pod has some must not admit every client.
-    """
-    monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
-    keys = built()
-    assert not any(keys.values())
-    monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-router")
+@pytest.mark.parametrize(
+    ("variable", "args", "of_build", "of_router", "valid", "invalid"),
+    [
+        # Serve builds the application in a task on any node, on Kubernetes the head's pod, which
+        # has no keys. A router whose own pod has some must not admit every client.
+        (API_KEYS_VARIABLE, {}, None, "own", ["own"], [None]),
+        (API_KEYS_VARIABLE, {}, "built", None, ["built"], [None]),
+        # After a rotation of the secret, new replicas read another one without a new build.
+        (API_KEYS_VARIABLE, {"api_keys": ["set"]}, "old", "new", ["set", "new"], [None, "old"]),
+        # Alone, operators' keys are the only keys of the service.
+        (OPERATOR_KEYS_VARIABLE, {"operator_keys": ["set"]}, None, "own", ["set", "own"], [None]),
+    ],
+)
+async def test_keys_of_settings_build_and_router(
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    args: dict[str, Any],
+    of_build: str | None,
+    of_router: str | None,
+    valid: list[str],
+    invalid: list[str | None],
+) -> None:
+    for name in (API_KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    if of_build:
+        monkeypatch.setenv(variable, of_build)
+    keys = built(auth=args)
+    monkeypatch.delenv(variable, raising=False)
+    if of_router:
+        monkeypatch.setenv(variable, of_router)
     client = await http_router(keys)
-    assert (await client.get("/v1/nothing")).status_code == 401
-    assert (await client.get("/v1/nothing", headers=bearer("of-the-router"))).status_code == 404
-    monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-build")
-    keys = built()
-    monkeypatch.delenv(API_KEYS_VARIABLE)
-    assert (await (await http_router(keys)).get("/v1/nothing")).status_code == 401
-    assert (await (await http_router(keys)).get("/v1/nothing", headers=bearer("of-the-build"))).status_code == 404
-
-
-async def test_a_key_of_the_build_ends_with_its_rotation(monkeypatch):
-    """New replicas read another secret without a new build. Keys of `args` remain."""
-    monkeypatch.setenv(API_KEYS_VARIABLE, "old")
-    keys = built(auth={"api_keys": ["of-the-settings"]})
-    monkeypatch.setenv(API_KEYS_VARIABLE, "new")
-    client = await http_router(keys)
-    status = {
-        key: (await client.get("/v1/nothing", headers=bearer(key))).status_code
-        for key in ("old", "new", "of-the-settings")
-    }
-    assert status == {"old": 401, "new": 404, "of-the-settings": 404}
+    for key in (*valid, *invalid):
+        reply = await client.get("/v1/nothing", headers=bearer(key) if key else {})
+        assert reply.status_code == (404 if key in valid else 401), key
 
 
 async def test_one_key_in_two_places_is_one_key(monkeypatch):
@@ -284,16 +287,6 @@ async def test_one_key_in_two_places_is_one_key(monkeypatch):
     monkeypatch.setenv(API_KEYS_VARIABLE, "the-key")
     await http_router(built(auth={"api_keys": ["the-key"]}))
     assert found == [[digest("the-key")]]
-
-
-async def test_the_operators_keys_come_from_both_places(monkeypatch):
-    """Alone, they are the only keys of the service."""
-    keys = built(auth={"operator_keys": ["of-the-settings"]})
-    monkeypatch.setenv(OPERATOR_KEYS_VARIABLE, "of-the-environment")
-    client = await http_router(keys)
-    assert (await client.get("/tandem/status")).status_code == 401
-    for key in ("of-the-settings", "of-the-environment"):
-        assert (await client.get("/v1/nothing", headers=bearer(key))).status_code == 404
 
 
 @pytest.mark.parametrize("key", ["key-of-björn", "two words", "tab\there", "line\nbreak", "bell\x07", "a\u00a0x", "🔑"])

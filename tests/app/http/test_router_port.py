@@ -234,6 +234,23 @@ class Drainable(EngineActor):
         """Replace Serve's hook."""
 
 
+class Earlier(Drainable):
+    """An engine of a release without drains."""
+
+    def _router_methods(self, rank: int) -> dict[str, Any]:
+        return {}
+
+
+@asynccontextmanager
+async def opened(*actors: Drainable) -> AsyncGenerator[list[dict[str, Any]], None]:
+    """Open the engines' RPC servers; yield what Serve would list of each."""
+    async with AsyncExitStack() as stack:
+        stack.callback(engines.publish, DECODE, {})
+        for one in actors:
+            stack.push_async_callback(one._rpc_servers[0].close)  # noqa: SLF001
+        yield [await one.open() for one in actors]
+
+
 async def test_an_operator_drains_an_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,13 +258,8 @@ async def test_an_operator_drains_an_engine(
     monkeypatch.setattr(drain, "POLL_S", 0.01)
     monkeypatch.setenv(OPERATOR_KEYS_VARIABLE, "otto")
     d, e, p = Drainable("decode", "d-1"), Drainable("decode", "e-1"), Drainable("prefill", "p-1")
-    async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(listening())
+    async with listening() as client, opened(d, e, p) as listed:
         client.headers["Authorization"] = "Bearer otto"
-        listed = [await one.open() for one in (d, e, p)]
-        for one in (d, e, p):
-            stack.push_async_callback(one._rpc_servers[0].close)  # noqa: SLF001
-        stack.callback(engines.publish, DECODE, {})
         engines.publish(DECODE, listed[0])
         call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
         while not d.ongoing:  # noqa: ASYNC110 - the server has no event for it
@@ -278,3 +290,22 @@ async def test_an_operator_drains_an_engine(
         monkeypatch.setenv(OPERATOR_KEYS_VARIABLE, "anna")
         assert (await run("d"))[1] == ("tandem drain: a valid API key is required: send `Authorization: Bearer KEY`\n")
         assert not d._drained  # noqa: SLF001
+
+
+async def test_drains_at_the_same_time_leave_an_engine() -> None:
+    """One of an earlier release accepts calls. An id that two engines begin with is none."""
+    one, two, earlier = Drainable("decode", "d-1"), Drainable("decode", "d-2"), Earlier("decode", "e")
+    async with listening() as client, opened(one, two, earlier) as listed:
+
+        async def drained() -> list[int]:
+            asked = (client.post(f"/tandem/drain/{each.replica}") for each in (one, two))
+            return [reply.status_code for reply in await asyncio.gather(*asked)]
+
+        engines.publish(DECODE, listed[0] | listed[1])
+        assert 409 in await drained()
+        assert not (one._drained and two._drained)  # noqa: SLF001
+        assert (await client.post("/tandem/drain/d")).status_code == 404
+        engines.publish(DECODE, listed[0] | listed[1] | listed[2])
+        assert await drained() == [200, 200]
+        engines.publish(DECODE, listed[0] | listed[1])
+        assert await drained() == [200, 200], "they are drained already"

@@ -140,50 +140,52 @@ async def test_a_form_names_its_model_too(service: Service) -> None:
     assert reply.json()["answered_by"] == "b"
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/pooling", "/v1/messages"])
-async def test_an_unknown_model_gets_vllms_error(service: Service, path: str) -> None:
-    """The error is that of vLLM's `_check_model` (entrypoints/serve/engine/serving.py)."""
-    message = "The model `c` does not exist. Valid aliases: a, a2, b."
-    reply = await service.post(path, model="c", prompt="x")
-    assert reply.status_code == 404
-    if path == "/v1/messages":
-        assert reply.json() == {"type": "error", "error": {"type": "NotFoundError", "message": message}}
-    else:
-        assert reply.json() == {"error": error(message, "NotFoundError", 404)["error"] | {"param": "model"}}
-    assert not any(one.calls for one in (*service.a, *service.b))
-    metrics = service.router.metrics
-    assert metrics.value("tandem_requests_total", route="refused", reason="", status="404") == 1
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
-async def test_an_unknown_model_that_utf8_cannot_encode(service: Service, path: str) -> None:
-    """A lone surrogate is a valid JSON escape, and the error quotes the name."""
-    reply = await service.http.post(path, content=rb'{"model": "\ud800", "prompt": "x"}')
-    assert (reply.status_code, reply.json()["error"]["type"]) == (404, "NotFoundError")
-    assert r"The model `\ud800` does not exist." in reply.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("model", [None, ""])
-async def test_a_request_must_name_one_of_several_models(service: Service, model: str | None) -> None:
-    reply = await service.post("/v1/completions", prompt="x", model=model)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
-    assert "a, a2, b" in reply.json()["error"]["message"]
-
-
-async def test_the_list_has_the_models_of_all_engines(service: Service) -> None:
-    reply = await service.http.get("/v1/models")
-    assert reply.json() == {"object": "list", "data": [{"id": "a"}, {"id": "b"}]}
-    service.a[1].replicas.clear()
-    assert [one["id"] for one in (await service.http.get("/v1/models")).json()["data"]] == ["b"]
+UNKNOWN = "The model `c` does not exist. Valid aliases: a, a2, b."
 
 
 @pytest.mark.parametrize(
-    "answer", [(500, '{"error": {}}'), (200, "not JSON"), (200, "[]"), (200, "{}")], ids=lambda one: one[1]
+    ("path", "model", "status", "kind", "message"),
+    [
+        *((path, "c", 404, "NotFoundError", UNKNOWN) for path in ("/v1/responses", "/pooling", "/v1/messages")),
+        # A lone surrogate is a valid JSON escape, and the error quotes the name.
+        ("/v1/completions", "\ud800", 404, "NotFoundError", r"The model `\ud800` does not exist."),
+        ("/v1/messages", "\ud800", 404, "NotFoundError", r"The model `\ud800` does not exist."),
+        *(("/v1/completions", none, 400, "BadRequestError", "a, a2, b") for none in (None, "")),
+    ],
 )
-async def test_the_list_leaves_out_a_model_that_fails(service: Service, answer: tuple[int, str]) -> None:
+async def test_a_request_without_a_known_model(
+    service: Service, path: str, model: str | None, status: int, kind: str, message: str
+) -> None:
+    """The error is that of vLLM's `_check_model` (entrypoints/serve/engine/serving.py)."""
+    reply = await service.http.post(path, content=json.dumps({"model": model, "prompt": "x"}))
+    told = reply.json()["error"]
+    assert (reply.status_code, told["type"], message in told["message"]) == (status, kind, True)
+    if path == "/v1/messages":
+        assert (reply.json()["type"], told.keys()) == ("error", {"type", "message"})
+    else:
+        assert (told["param"], told["code"]) == ("model", status)
+    assert not any(one.calls for one in (*service.a, *service.b))
+    metrics = service.router.metrics
+    assert metrics.value("tandem_requests_total", route="refused", reason="", status=str(status)) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "listed"),
+    [
+        (None, ["a", "b"]),
+        *((one, ["b"]) for one in [(500, '{"error": {}}'), (200, "not JSON"), (200, "[]"), (200, "{}")]),
+    ],
+    ids=str,
+)
+async def test_the_list_has_the_models_of_all_engines(
+    service: Service, answer: tuple[int, str] | None, listed: list[str]
+) -> None:
+    """It leaves out a model that fails, or has no engine."""
     service.a[1].models_reply = answer
     reply = await service.http.get("/v1/models")
-    assert [one["id"] for one in reply.json()["data"]] == ["b"]
+    assert reply.json() == {"object": "list", "data": [{"id": one} for one in listed]}
+    service.a[1].replicas.clear()
+    assert [one["id"] for one in (await service.http.get("/v1/models")).json()["data"]] == ["b"]
 
 
 async def test_the_list_does_not_leave_out_a_busy_model(service: Service) -> None:

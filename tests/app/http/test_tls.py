@@ -11,14 +11,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from actors import tls
 from actors.tls import TlsFiles
 from app.doctor.machine import check_tls
 from app.http.http_server import SERVICE_PATH, HttpServer
 from app.main import build
 from configs.settings.parsing import parse_settings
 from connectors.errors import ConfigurationError
-from testing.certificates import Authority, MonthsAgo
+from testing.certificates import Authority
 from testing.ports import free_port
 from tests.app.http.servers import HOST, Behind
 
@@ -89,21 +88,6 @@ async def test_changed_files_are_used_by_the_next_connection(ours: Authority, fo
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             await get(url, ours.file)
         files.keyfile.write_text("half of a rotation")
-        assert (await get(url, foreign.file)).text == "router"
-
-
-async def test_a_certificate_that_is_not_valid_yet_is_used_once_it_is(
-    ours: Authority, foreign: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The certificate's files do not change when its validity begins."""
-    files = TlsFiles(*ours.issue("router"))
-    async with served(files, free_port()) as url:
-        with monkeypatch.context() as behind:
-            behind.setattr(tls, "datetime", MonthsAgo)
-            foreign.issue("router")
-            for _ in range(2):
-                assert (await get(url, ours.file)).text == "router"
-        assert caplog.text.count("is not valid before") == 1
         assert (await get(url, foreign.file)).text == "router"
 
 
