@@ -157,6 +157,18 @@ async def test_an_item_after_the_end(world: World) -> None:
         await until(lambda: channels(world.engines)[0] == 0)
 
 
+async def test_a_cancelled_call_leaves_the_connection_open(world: World) -> None:
+    """Prefill legs are cancelled when their KV has arrived."""
+    async with AsyncExitStack() as stack:
+        for _ in range(3):
+            call = await world.call("hangs", stack)
+            await call.__anext__()
+            call.cancel()
+            await world.at_rest()
+        assert joined(await items(await world.call("ends", stack))) == joined(ITEMS)
+    assert channels(world.engines)[0] == 1
+
+
 async def test_a_call_that_ends_late(world: World) -> None:
     """While a cancelled call keeps its engine busy, the connection serves other calls."""
     async with AsyncExitStack() as stack:
