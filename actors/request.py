@@ -151,8 +151,8 @@ class EngineTimings:
     store_ended_s: float | None = None
 
     @property
-    def has_kv(self) -> bool:
-        """True if the KV of the transfer has arrived."""
+    def received_kv(self) -> bool:
+        """True if the KV of the transfer has arrived whole."""
         return self.kv_ended_s is not None and not self.kv_failed
 
 

@@ -40,8 +40,8 @@ class AuditError(Exception):
 class Answer:
     """Tokens of a prompt and of its answer, the answer's logprobs, and the pair that computed them.
 
-    ``pair``  empty for an answer of decode alone; None if a pair was to compute it, but decode has
-              not received the KV, or its engine reports no times
+    ``pair``  empty for an answer of decode alone; None if routed to a pair, but decode received no
+              KV or reported no times
     """
 
     prompt: list[int]
@@ -64,7 +64,7 @@ class Service:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        # With a salt of its own, no engine has the prompt's KV in a cache or store.
+        # A unique salt keeps caches and stores from supplying the prompt's KV.
         fields |= {"prompt_logprobs": 0} if alone else {"cache_salt": secrets.token_hex()}
         choice, headers = self._complete(prompt, fields)
         served = json.loads(headers.get("x-tandem-decision", "{}")).get("served", {})
@@ -158,12 +158,14 @@ def compare(service: Service, prompts: Iterable[str], count: int) -> int:
             found.append(deviation(answer.logprobs, service.score(answer)))
     if without:
         print(
-            f"{without} answers not compared: transfers failed (decode's log says why), or `disable_log_stats` is set"
+            f"not compared, without received KV: {without}. Their transfers failed (decode's log says why), or decode "
+            "runs with `disable_log_stats`, which hides it"
         )
     if not pairs:
         raise AuditError(
-            "no prefill-decode pair answered, so no transferred KV was compared: the response header "
-            "x-tandem-local-reason says why decode answered alone"
+            "no transferred KV was compared; if all transfers failed, decode's log says why"
+            if without
+            else "no request was routed to a prefill-decode pair: the response header x-tandem-local-reason says why"
         )
     most = limit(controls)
     print(f"{len(controls)} answers of decode alone deviate by at most {max(controls):.1e}; limit {most:.1e}")

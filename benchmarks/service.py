@@ -11,7 +11,8 @@ ray-llm      one streaming HTTP request to Ray Serve LLM's own prefill/decode ap
              (``testing/ray_llm.py``, run if RAY_LLM is given) with NixlConnector
 
 CONNECTORS=1 runs Ray Serve LLM's application twice instead, with NixlConnector and with
-TandemConnector (ray-llm-tandem): all sides at once need more than 24 GB.
+TandemConnector (ray-llm-tandem): all sides together need more than 24 GB
+of memory.
 
 Time to first token runs from the first byte sent to the first streamed token received. Requests
 alternate. The idle sides are stopped (``testing/processes.py``): all processes of the two servers

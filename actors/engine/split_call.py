@@ -375,7 +375,7 @@ class SplitCall:
         self._is_answered = True
         timings = None if item is None else item.timings
         refused = isinstance(item, ResponseStart) and item.status >= HTTPStatus.BAD_REQUEST
-        self._has_kv = not refused and (timings is None or timings.has_kv)
+        self._has_kv = not refused and (timings is None or timings.received_kv)
         if self._prefill is not None:
             self._prefill.finish(self._has_kv)
 

@@ -41,10 +41,11 @@ class KvCache(NamedTuple):
     def share(self, tokens: int, used: int, answers: int) -> int:
         """Return the part of ``self.tokens`` that a request takes.
 
-        A window or state is as large for a short sequence, which thus takes more than its tokens.
+        A window or state takes up to a fixed number of blocks, so a short request counts as more
+        tokens than it has.
 
         ``tokens``   of its prompt and all its answers
-        ``used``     of its prompt, at its start, in blocks that others use already
+        ``used``     of its prefix, in blocks that admitted requests hold already
         ``answers``  number of its sequences, which share the blocks of the prompt
         """
         blocks = 0
@@ -99,8 +100,8 @@ class ServiceRate:
     def wait_s(self, tokens: int, now: float) -> float:
         """Return the estimated seconds until the engines have released `tokens`; 0: unknown.
 
-        It is also unknown MEASURED_S after the last request has waited: then one may wait, so that
-        refusals do not outlast their cause.
+        Also 0 once no request has waited for MEASURED_S: the next one may wait, so refusals end
+        with the overload.
         """
         old = not self._busy and now - self._measured_at > MEASURED_S
         if old or self._releases < FEWEST_RELEASES:

@@ -85,7 +85,7 @@ class Decision(NamedTuple):
         return self.route == "local"
 
     def explain(self, **more: object) -> str:
-        """Return the decision without its lists of engines, and `more`, as JSON; rounded to
+        """Return the decision and `more` as JSON, without lists of engines; times are rounded to
         microseconds.
         """
         fields: dict[str, object] = dict(zip(self._fields[:4], self[:4], strict=True))

@@ -112,7 +112,7 @@ class Answer:
 
     @property
     def explanation(self) -> str | None:
-        """`Attempt.explain` of the first bytes; None unless the client asked for it."""
+        """`Attempt.explain` of the attempt that sent the first bytes, if the client asked for it."""
         return self._first.explain() if self._dispatcher.request.explain else None
 
     @property
@@ -312,7 +312,7 @@ class Answer:
                 dispatcher.prefill_failed(alone, error)
             else:
                 dispatcher.decode_failed(error)
-            left.count_end(splice.tokens, interrupted=True)  # before the wait for another engine
+            left.report_end(splice.tokens, interrupted=True)  # the wait for another engine is no decode step
             if not transfer:
                 left.close()
             try:

@@ -232,11 +232,11 @@ class Attempt:
     def explain(self) -> str:
         """Return the decision, and the engines that served the request, as JSON.
 
-        `received_kv` is whether decode had the KV from prefill: false after a failed transfer, null
-        if its timings have not arrived.
+        `received_kv`: true if decode received prefill's KV; false after a failed transfer or by a
+        local route; null without timings of decode.
         """
         timings = self.call.times.timings if self.sampled_by == "decode" else None
-        served = asdict(self.pair) | {"received_kv": None if timings is None else timings.has_kv}
+        served = asdict(self.pair) | {"received_kv": None if timings is None else timings.received_kv}
         return self.decision.explain(served=served)
 
     def timestamps(self, request: ClientRequest, tried_at: float) -> RequestTimestamps:
@@ -265,8 +265,8 @@ class Attempt:
             by_prefill=by_prefill,
         )
 
-    def count_end(self, tokens: int = 0, interrupted: bool = False) -> None:
-        """Report the end of the answer to the planner, which ignores later ones.
+    def report_end(self, tokens: int = 0, interrupted: bool = False) -> None:
+        """Report the end of this attempt to the planner, which ignores repeated reports.
 
         ``tokens``       number of tokens of decode's answer
         ``interrupted``  whether another attempt continues the answer
@@ -276,7 +276,7 @@ class Attempt:
             ended(broken=not self._answered, interrupted=interrupted)
 
     def close(self, tokens: int = 0, complete: bool = False) -> None:
-        """Cancel the running call, give back its slots, and report the end as `count_end` does.
+        """Cancel the running call, give back its slots, and report the end as `report_end` does.
 
         ``complete``  whether the call has sent its answer: it then ends by itself, within LATE_S
         """
@@ -300,7 +300,7 @@ class Attempt:
                 self._model.metrics.discards.inc()
         self._give_back_prefill()
         self.accounted.set()
-        self.count_end(tokens)
+        self.report_end(tokens)
 
     def _close_late(self, tokens: int) -> None:
         try:

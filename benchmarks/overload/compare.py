@@ -4,8 +4,8 @@ tandem       this service as deployed, with simulated engines (`engine.py`): one
 vllm-router  vLLM's router (Rust) in its prefill/decode mode before the same engines over HTTP
 ray-serve    a plain Ray Serve deployment of one engine that does both, with Serve's HTTP proxy
 
-URL=http://... measures a running service instead, with MODEL; TEXT_BYTES are those of a token of a
-prompt of random letters. Arms get the same requests at one
+URL=http://... measures a running service instead, with MODEL; TEXT_BYTES: bytes per token of its
+random prompts. Arms get the same requests at one
 time: open loop, Poisson arrivals, a third not streamed. A request is inside its deadline if its
 first token (streams, then TOKEN_S per token) or whole answer comes within FIRST_S or WHOLE_S; its
 client disconnects after PATIENCE times as long. Goodput is such requests per second. Then Tandem's

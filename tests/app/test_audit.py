@@ -71,10 +71,10 @@ def url() -> Iterator[str]:
     [
         ({"pair": 2e-2}, 0, "ok    prefill p-1 -> decode d-1: 0 of 3"),
         ({"pair": 4e-2}, 1, "WRONG prefill p-1 -> decode d-1: 3 of 3 answers above it, worst 2.0e-02"),
-        ({"route": "local"}, 2, "no prefill-decode pair answered"),
+        ({"route": "local"}, 2, "routed to a prefill-decode pair"),
         ({"status": 429}, 2, "HTTP 429"),
-        ({"received": False}, 2, "3 answers not compared"),
-        ({"received": None}, 2, "3 answers not compared"),
+        ({"received": False}, 2, "without received KV: 3"),
+        ({"received": None}, 2, "without received KV: 3"),
     ],
     ids=str,
 )

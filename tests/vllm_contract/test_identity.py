@@ -254,7 +254,7 @@ def test_engines_that_are_refused(monkeypatch: pytest.MonkeyPatch, match: str) -
         TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
 
 
-def test_routers_learn_the_groups_of_the_cache() -> None:
+def test_an_engine_reports_its_kv_cache_groups() -> None:
     """With them, they compute the blocks that a request needs."""
     made = config(MODEL_DIR, kv_transfer_config=connector_config())
     connector = TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full()), (["w"], sliding())))

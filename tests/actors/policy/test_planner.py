@@ -251,8 +251,8 @@ def test_kv_to_commit():
     assert commits(longer) == 704
 
 
-def test_kv_to_commit_in_groups_of_layers():
-    """Windows and states of short requests are as large as those of long ones."""
+def test_kv_to_commit_per_kv_cache_group():
+    """A window or state needs a number of blocks that does not grow with a long request."""
     planner, caches = planner_of(), {"d": KvCache(64_000, 800, ((128, 0), (128, 256), (128, 256), (4096, 4096)))}
 
     def blocks(tokens: int) -> float:
@@ -262,7 +262,7 @@ def test_kv_to_commit_in_groups_of_layers():
     assert answer == 128
     assert [blocks(tokens) for tokens in (64, 640, 1920)] == [2 + 2 + 2 + 1, 6 + 3 + 3 + 1, 16 + 3 + 3 + 1]
     planner.admitted(planner.begin(ids(640), "d", "p", 1.0))
-    assert blocks(1920) == 11 + 3 + 3 + 1, "ongoing requests use five full blocks of attention to all tokens"
+    assert blocks(1920) == 11 + 3 + 3 + 1, "ongoing requests use five full blocks of full attention"
 
 
 def test_engines_to_avoid():

@@ -128,7 +128,7 @@ async def test_an_engine_moves_only_what_the_router_can_continue(more: dict[str,
     assert d.replicas[0].calls[0].movable is movable
 
 
-async def test_the_wait_for_the_next_engine_is_no_step_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_wait_for_the_next_engine_is_no_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router would learn that steps of decode are slow."""
     began: list[float] = []
     ended: list[float] = []
