@@ -112,7 +112,7 @@ class Answer:
 
     @property
     def explanation(self) -> str | None:
-        """`Attempt.explain` of the attempt that sent the first bytes, if the client asked for it."""
+        """`Attempt.explain` of the attempt that sent the first bytes, if the client asked."""
         return self._first.explain() if self._dispatcher.request.explain else None
 
     @property
