@@ -1,4 +1,4 @@
-"""What a router reports of its requests: Prometheus metrics, and recent requests."""
+"""Prometheus metrics of a router's requests, and its recent requests."""
 
 import time
 from collections.abc import Iterable

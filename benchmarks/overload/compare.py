@@ -177,6 +177,8 @@ async def measure(
         began = time.monotonic()
         for name, replies in (await Load(load * rate, seconds, patience, model, text_bytes).play(urls)).items():
             found[name][str(load)] = row = report(replies, began, seconds)
+            if model != "instant":
+                del row["preemptions"]  # vLLM's answers do not report them
             print(f"{name:12} {load:4g}", "  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
     burst = Load(BURST_LOAD * rate, BURST_S, patience, model, text_bytes, TRIES)
     replies = (await burst.play({"tandem": urls["tandem"]}))["tandem"]

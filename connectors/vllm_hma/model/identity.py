@@ -62,8 +62,8 @@ def model_identity(
 
 
 def _uses_long_rope(model: ModelConfig) -> bool:
-    """Whether LongRoPE uses its long factors: ``max_model_len`` selects them for prompts of all
-    lengths (vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py).
+    """Return whether LongRoPE uses its long factors: ``max_model_len`` selects them for prompts of
+    all lengths (vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py).
     """
     return any(
         positions.get("rope_type") == "longrope"
