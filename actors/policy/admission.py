@@ -52,7 +52,7 @@ class KvCache(NamedTuple):
         for block_tokens, kept_tokens in self.groups:
             all_blocks = math.ceil(tokens / block_tokens)
             kept = (math.ceil(kept_tokens / block_tokens) + 1) * answers
-            blocks += min(all_blocks, kept) if kept_tokens else all_blocks - used // block_tokens
+            blocks += min(max(all_blocks, answers), kept) if kept_tokens else all_blocks - used // block_tokens
         return math.ceil(blocks * self.tokens / self.blocks)
 
 
@@ -95,6 +95,8 @@ class ServiceRate:
                 self._seconds = self._seconds * kept + self._since_s
                 self._since_s = 0.0
                 self._releases += 1
+        elif tokens > 0:
+            self._since_s = 0.0
         self._at, self._busy = now, waiting
 
     def wait_s(self, tokens: int, now: float) -> float:

@@ -9,6 +9,7 @@ from actors.policy.admission import (
     LEAST_WAIT_S,
     MOST_RETRY_S,
     SAFE_SHARE,
+    KvCache,
     Returns,
     ServiceRate,
     longest_wait_s,
@@ -39,6 +40,11 @@ BUSY = [(0, True, 10.0), *((100, True, 11.0 + n) for n in range(20))]
 """100 tokens per second until 30.0, while requests wait."""
 
 
+def test_each_answer_has_a_state_of_its_own():
+    cache = KvCache(8000, 100, ((128, 0), (4096, 4096)))
+    assert [cache.share(900, 0, answers) for answers in (1, 8)] == [80 * (8 + 1), 80 * (8 + 8)]
+
+
 @pytest.mark.parametrize(
     ("events", "at", "wait_s"),
     [
@@ -54,6 +60,8 @@ BUSY = [(0, True, 10.0), *((100, True, 11.0 + n) for n in range(20))]
         ([*BUSY, *((0, True, 30.0 + n) for n in range(120))], 150.0, 91.0),
         # Those that waited have timed out: then no measurement would end the refusals
         ([*BUSY, (0, False, 630.0), (100, False, 640.0)], 661.0, 0.0),
+        # Engines have released since: the stall is over
+        ([*BUSY, (0, False, 630.0), (100, False, 640.0), (0, True, 661.0)], 661.0, 10.0),
     ],
 )
 def test_the_wait_follows_what_engines_release_while_requests_wait(events, at, wait_s):
