@@ -63,7 +63,7 @@ def _limit_reads(disk: Disk) -> None:
 
     def slow_read(
         self: Files, folder: OpenFolder, name: str, payload: memoryview, piece_read: Callable[[memoryview], None]
-    ) -> tuple[bytes, os.stat_result, int]:
+    ) -> tuple[bytes, os.stat_result]:
         def piece(data: memoryview) -> None:
             disk.read(data.nbytes)
             piece_read(data)

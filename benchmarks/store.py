@@ -127,7 +127,7 @@ def bandwidth(folder: Path, memory_folder: Path, rounds: int) -> dict[str, Any]:
     ``memory_folder``  folder on the tmpfs to measure
     """
     payload = np.random.default_rng(1).integers(0, 256, OBJECT_BYTES, np.uint8)
-    names = [ObjectName(bytes(16), number.to_bytes(32, "big"), 0) for number in range(OBJECTS)]
+    names = [ObjectName(bytes(16), number.to_bytes(32, "big")) for number in range(OBJECTS)]
     target = memoryview(mmap.mmap(-1, OBJECT_BYTES))
     into = np.frombuffer(target, np.uint8)
     sources = [payload.copy() for _ in names]
@@ -169,7 +169,6 @@ def bandwidth(folder: Path, memory_folder: Path, rounds: int) -> dict[str, Any]:
                 taken = clock() - began
                 if counted:
                     speeds[kind].append(OBJECT_BYTES * OBJECTS / taken / 1e9)
-            tier.close()
             found[label] = {f"{kind}_gb_per_s": summary(each) for kind, each in speeds.items()}
             found[label]["ratio"] = ratios(speeds["store"], speeds["plain"])
             if "unverified" in speeds:

@@ -10,7 +10,7 @@ from pathlib import Path
 from app.doctor import Finding
 from configs.settings.service import ServiceSettings
 from connectors.errors import ConfigurationError
-from connectors.store.tiers.marker import check_folder
+from connectors.store.tiers.marker import opened_root
 
 GIB = 2**30
 STAGING_FOLDER = Path("/dev/shm")
@@ -37,8 +37,11 @@ def check_store(settings: ServiceSettings) -> Iterator[Finding]:
 def _tier(key: str, folder: Path, budget_key: str, budget_gib: float) -> Finding:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
-        if not check_folder(folder) and not os.access(existing, os.W_OK | os.X_OK):
-            raise ConfigurationError(f"store: {folder} does not exist, and this user may not create it in {existing}")
+        if existing == folder:
+            with opened_root(folder, create=False):
+                pass
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigurationError(f"store: this user may not write to {existing}")
         used = _bytes_below(folder)
     except (ConfigurationError, OSError) as error:
         return Finding("store", str(error), f"set store.{key} to a folder that only this user writes to")

@@ -24,8 +24,6 @@ from connectors.store.tiers.lanes import Call
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import slot_bytes
 
-_LOOKUPS_PER_CALL = 64
-
 
 class Fetch:
     """Load of one request, in progress or with a result.
@@ -80,17 +78,13 @@ class Fetch:
         self._queued = False
         self._candidates = [ref for ref in possible_objects(self._plan, start_token, limit_token) if ref in names]
         self._looking = True
-        self._found: list[dict[ObjectRef, bool]] = [{} for _ in store.tiers]
-        self._lookups: list[tuple[int, list[ObjectRef], Call]] = []
-        for number, tier in enumerate(store.tiers):
-            for first in range(0, len(self._candidates), _LOOKUPS_PER_CALL):
-                refs = self._candidates[first : first + _LOOKUPS_PER_CALL]
-                find = partial(_find, tier.folder, [names[ref] for ref in refs])
-                call = tier.lookups.submit(find, self.began_at + store.settings.lookup_s)
-                if call is None:
-                    self._found[number] |= dict.fromkeys(refs, False)
-                else:
-                    self._lookups.append((number, refs, call))
+        # Call of each tier, unless its lane has rejected it, and the answers so far, by candidate.
+        self._lookups: list[tuple[Call | None, list[bool]]] = []
+        look_for, until = [names[ref] for ref in self._candidates], self.began_at + store.settings.lookup_s
+        for tier in store.tiers:
+            answers: list[bool] = []
+            find = partial(_find, tier.folder, look_for, until, answers)
+            self._lookups.append((tier.lookups.submit(find, until), answers))
         store.running.add(self)
 
     @property
@@ -99,7 +93,7 @@ class Fetch:
 
     @property
     def tier(self) -> str:
-        return self._store.tiers[self._slowest].folder.label
+        return self._store.tiers[self._slowest].label
 
     def poll(self, queued: bool = False) -> bool:
         """Continue the fetch; return whether it is over. It is after ``load_s``.
@@ -141,7 +135,7 @@ class Fetch:
         while refs := self._to_read():
             if not self._reading:
                 # The time between two polls is the engine's step, not idle time of the tiers.
-                looked_s = max((call.seconds for _, _, call in self._lookups), default=0.0)
+                looked_s = max(self._looked_s(number) for number in range(len(self._lookups)))
                 self._read_at = now - min(looked_s, settings.lookup_s)
             for ref in refs:
                 self._read(ref)
@@ -149,21 +143,20 @@ class Fetch:
             self._settle()
 
     def _look(self, now: float) -> None:
-        settings = self._store.settings
-        late = now >= self.began_at + min(settings.lookup_s, settings.load_s)
-        for number, refs, call in self._lookups:
-            if refs[0] not in self._found[number] and (call.over or late):
-                answers = call.result if call.over and call.ok else [False] * len(refs)
-                self._found[number] |= zip(refs, answers, strict=True)
-                # Its deadline passed while it or other lookups ran.
-                self._store.counts["late_lookups"] += not (call.over and call.started)
-        for ref in self._candidates:
-            tiers = [found.get(ref) for found in self._found]
-            fastest = tiers.index(True) if True in tiers else len(tiers)
-            if None in tiers[:fastest]:
-                return
-            if fastest < len(tiers):
-                self._tiers[ref] = fastest
+        late = now >= self.began_at + min(self._store.settings.lookup_s, self._store.settings.load_s)
+        # Before the answers are read: the threads add them.
+        ended = [late or call is None or call.over for call, _ in self._lookups]
+        for at, ref in enumerate(self._candidates):
+            for number, (_, answers) in enumerate(self._lookups):
+                if at < len(answers):
+                    if answers[at]:
+                        self._tiers[ref] = number
+                        break
+                elif not ended[number]:
+                    return
+        for call, answers in self._lookups:
+            if late and call is not None and len(answers) < len(self._candidates):
+                self._store.count_problem("late_lookup")
         self._looking, self._usable = False, set(self._tiers)
         self._choose()
         self._decide(now)
@@ -172,7 +165,7 @@ class Fetch:
         self._fit()
         costs, sizes, self._decided_at = self._store.costs, Counter[str](), now
         for ref in self._needed():
-            sizes[self._store.tiers[self._tiers[ref]].folder.label] += self._store.sizes[ref.group]
+            sizes[self._store.tiers[self._tiers[ref]].label] += self._store.sizes[ref.group]
         if not sizes or (self._store.settings.always_load and not self.beside_transfer):
             return
         if self.beside_transfer:
@@ -181,9 +174,12 @@ class Fetch:
             otherwise_s = costs.compute_s(self.start_token, self.end_token)
         self._patience_s = costs.patience_s(sizes, otherwise_s)
         if self._patience_s <= 0 and not self._queued:
-            self._store.counts["declined"] += 1
             self.declined, self.end_token = True, self.start_token
             self._settle()
+
+    def _looked_s(self, number: int) -> float:
+        call, _ = self._lookups[number]
+        return 0.0 if call is None else call.seconds
 
     def _verified(self) -> bool:
         return self.offsets.keys() >= set(self._needed())
@@ -207,7 +203,7 @@ class Fetch:
             return sum(slot_bytes(self._store.sizes[ref.group]) for ref in self._unread(end))
 
         if unread_bytes(self.end_token) > room:
-            self._store.counts["no_room_to_load"] += 1
+            self._store.count_problem("no_staging_for_load")
             points = [*resume_points(self._plan, self.start_token, self.end_token), self.start_token][::-1]
             self._room_token = points[bisect_right(points, room, key=unread_bytes) - 1]
             self._choose()
@@ -225,7 +221,7 @@ class Fetch:
         size = self._store.sizes[ref.group]
         offset = self._store.staging.take(size)
         if offset is None:
-            self._store.counts["no_room_to_load"] += 1
+            self._store.count_problem("no_staging_for_load")
         else:
             view, now = self._store.staging.view(offset, size), time.monotonic()
             for number in range(self._tiers[ref], len(self._store.tiers)):
@@ -247,9 +243,10 @@ class Fetch:
             return
         number, _ = self._reading.pop(ref)
         self._read_at = time.monotonic()
-        self._store.seconds[self._store.tiers[number].folder.label] += call.seconds
+        label, size = self._store.tiers[number].label, self._store.sizes[ref.group]
+        self._store.counts["store_loaded_seconds", label] += call.seconds
         if call.ok:
-            size = self._store.sizes[ref.group]
+            self._store.counts["store_loaded_bytes", label] += size
             began_at, read_bytes, ended_at = self._measured[number]
             self._measured[number] = began_at, read_bytes + size, max(ended_at, call.ended_at)
             self._slowest = max(self._slowest, number)
@@ -257,7 +254,7 @@ class Fetch:
             self._store.promote(self._names[ref], offset, size, number)
             return
         self._store.staging.give_back(offset)
-        self._store.counts["failed_reads"] += 1
+        self._store.count_problem("failed_load")
         # A slower tier may have it, too.
         self._tiers[ref] = number + 1
         if number + 1 == len(self._store.tiers):
@@ -269,7 +266,7 @@ class Fetch:
         return now - max(self._read_at, *(call.heard_at for _, call in self._reading.values()))
 
     def _end_late(self, now: float) -> None:
-        self._store.counts["late"] += 1
+        self._store.count_problem("late_load")
         for number, _ in self._reading.values():
             self._measured[number] = *self._measured[number][:2], now
         self._usable = set(self.offsets)
@@ -279,16 +276,14 @@ class Fetch:
     def _settle(self) -> None:
         self._free_unneeded()
         counts, loaded = self._store.counts, self.end_token - self.start_token
-        counts["hits" if loaded else "misses"] += 1
-        counts["hit_tokens"] += loaded
-        counts["missed_tokens"] += self._limit_token - self.end_token
+        counts["store_requests", "hit" if loaded else "declined" if self.declined else "miss"] += 1
+        counts["store_tokens", "hit"] += loaded
+        counts["store_tokens", "miss"] += self._limit_token - self.end_token
         for number, (began_at, size, ended_at) in self._measured.items():
-            label = self._store.tiers[number].folder.label
-            if ended_at:
-                looked_s = sum(call.seconds for tier, _, call in self._lookups if tier == number)
-                # A read that ended because the transfer became due is no measurement.
-                if size or self._patience_s > 0:
-                    self._store.costs.read(label, size, looked_s + ended_at - began_at)
+            label = self._store.tiers[number].label
+            # A read that ended because the transfer became due is no measurement.
+            if ended_at and (size or self._patience_s > 0):
+                self._store.costs.read(label, size, self._looked_s(number) + ended_at - began_at)
         self._stop()
 
     def _stop(self) -> None:
@@ -301,8 +296,11 @@ class Fetch:
             self._store.sweep()
 
 
-def _find(folder: FolderTier, names: Sequence[ObjectName], call: Call) -> list[bool]:
-    return folder.find_all(names)
+def _find(folder: FolderTier, names: Sequence[ObjectName], until: float, answers: list[bool], call: Call) -> None:
+    for name in names:
+        if time.monotonic() >= until:
+            return
+        answers.append(folder.find(name))
 
 
 def _read(folder: FolderTier, name: ObjectName, view: memoryview, call: Call) -> None:

@@ -30,7 +30,7 @@ _READ_THREADS, _WRITE_THREADS = 4, 2
 
 class TierLanes:
     def __init__(self, folder: FolderTier) -> None:
-        self.folder = folder
+        self.folder, self.label = folder, folder.label
         self.lookups = Lane(f"store-find-{folder.label}", 1, _QUEUED_LOOKUPS)
         self.reads = Lane(f"store-read-{folder.label}", _READ_THREADS, _QUEUED_READS)
         self.writes = Lane(f"store-write-{folder.label}", _WRITE_THREADS, _QUEUED_WRITES)
@@ -43,7 +43,7 @@ class KVStore:
     ``space``    namespace of the objects
     ``sizes``    payload bytes of an object, by index of each group that has objects
     ``tiers``    folders, fastest first
-    ``seconds``  total duration of reads, by tier label
+    ``counts``   as ``COUNTERS`` in ``connectors/vllm_hma/metrics.py``, by counter and label
     ``running``  fetches in progress
     """
 
@@ -63,10 +63,8 @@ class KVStore:
         self.staging = staging
         self.settings = settings
         self.costs = LoadCosts()
-        self.counts: Counter[str] = Counter()
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.counts: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.running: set[object] = set()
-        self._writing_s: defaultdict[str, float] = defaultdict(float)
         # Number of stores that use a slot, by offset.
         self._stores: Counter[int] = Counter()
         for tier in self.tiers:
@@ -83,7 +81,7 @@ class KVStore:
         if any(tier.writes.accepts for tier in self.tiers) and self._may_store(self.sizes[ref.group]):
             offset = self.staging.take(self.sizes[ref.group])
         if offset is None:
-            self.counts["dropped_stores"] += 1
+            self.count_problem("dropped_store")
         else:
             self._stores[offset] += 1
         return offset
@@ -91,11 +89,12 @@ class KVStore:
     def commit(self, ref: ObjectRef, name: ObjectName, offset: int) -> None:
         """Write an object that all ranks have filled to all tiers; then free its slot."""
         for tier in self.tiers:
-            self.counts["dropped_stores"] += not self._write(tier, name, offset, self.sizes[ref.group])
+            if not self._write(tier, name, offset, self.sizes[ref.group]):
+                self.count_problem("dropped_store")
         self._release(offset)
 
     def drop(self, offset: int) -> None:
-        self.counts["dropped_stores"] += 1
+        self.count_problem("dropped_store")
         self._release(offset)
 
     def promote(self, name: ObjectName, offset: int, size: int, tier: int) -> None:
@@ -113,7 +112,7 @@ class KVStore:
         call = tier.writes.submit(
             lambda call: tier.folder.write(name, view, deadline),
             deadline,
-            partial(self._written, tier.folder.label, offset),
+            partial(self._written, tier.label, offset, size),
         )
         if call is None:
             return False
@@ -121,10 +120,16 @@ class KVStore:
         self._stores[offset] += 1
         return True
 
-    def _written(self, label: str, offset: int, call: Call) -> None:
+    def _written(self, label: str, offset: int, size: int, call: Call) -> None:
         self._release(offset)
-        self._writing_s[label] += call.seconds
-        self.counts["dropped_stores"] += not call.started
+        self.counts["store_stored_seconds", label] += call.seconds
+        if not call.ok:
+            self.count_problem("failed_store" if call.started else "dropped_store")
+        elif call.result:  # no other writer was faster
+            self.counts["store_stored_bytes", label] += size
+
+    def count_problem(self, kind: str) -> None:
+        self.counts["store_problems", kind] += 1
 
     def _release(self, offset: int) -> None:
         self._stores[offset] -= 1
@@ -141,38 +146,19 @@ class KVStore:
         self.sweep()
         return all(lane.idle for tier in self.tiers for lane in tier.lanes)
 
-    def totals(self) -> dict[str, dict[str, float]]:
+    def totals(self) -> dict[tuple[str, str], float]:
+        """``counts``, and those that the threads of the tiers keep."""
         self.sweep()
-        counts, tiers = self.counts, {tier.folder.label: tier.folder.counts for tier in self.tiers}
-        return {
-            "store_requests": {
-                "hit": counts["hits"],
-                "miss": counts["misses"] - counts["declined"],
-                "declined": counts["declined"],
-            },
-            "store_tokens": {"hit": counts["hit_tokens"], "miss": counts["missed_tokens"]},
-            "store_problems": {
-                "late_lookup": counts["late_lookups"],
-                "late_load": counts["late"],
-                "failed_load": counts["failed_reads"],
-                "no_staging_for_load": counts["no_room_to_load"],
-                "dropped_store": counts["dropped_stores"],
-                "failed_store": sum(each.failed_stores for each in tiers.values()),
-            },
-            "store_corrupt": {label: each.corrupt for label, each in tiers.items()},
-            "store_evicted": {label: each.evicted for label, each in tiers.items()},
-            "store_loaded_bytes": {label: each.loaded_bytes for label, each in tiers.items()},
-            "store_loaded_seconds": {label: self.seconds[label] for label in tiers},
-            "store_stored_bytes": {label: each.stored_bytes for label, each in tiers.items()},
-            "store_stored_seconds": {label: self._writing_s[label] for label in tiers},
-        }
+        for tier in self.tiers:
+            self.counts["store_corrupt", tier.label] = tier.folder.corrupt
+            self.counts["store_evicted", tier.label] = tier.folder.evicted
+        return dict(self.counts)
 
     def close(self) -> None:
         """Fail queued calls and reject new ones: objects that are not written yet are lost."""
         for tier in self.tiers:
             for lane in tier.lanes:
                 lane.close()
-            tier.folder.close()
         self.staging.close()
 
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 
 from connectors.store.tiers.folder import FolderTier
-from connectors.store.tiers.objects import HEADER_BYTES, ObjectName
+from connectors.store.tiers.objects import DIGEST_BYTES, ObjectName
 
 SPACE = b"a" * 16
-PAYLOAD = 4096 - HEADER_BYTES
+PAYLOAD = 4096 - DIGEST_BYTES
 """Payload bytes of an object whose file fills one block of the file system."""
 
 BLOCK = 4096
 
 
 def name(number: int, space: bytes = SPACE, end_token: int = 0) -> ObjectName:
-    return ObjectName(space, number.to_bytes(32, "big"), 0, end_token)
+    return ObjectName(space, number.to_bytes(32, "big"), end_token)
 
 
 def payload(number: int, size: int = PAYLOAD) -> memoryview:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import pytest
@@ -15,7 +15,7 @@ from connectors.store.planning.prefix import ObjectRef
 from connectors.store.planning.spans import StorePlan
 from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
-from connectors.store.tiers.folder import FolderTier, TierCounts
+from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import Call, Lane
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging
@@ -26,7 +26,7 @@ LIMITS = StoreSettings(lookup_s=NEVER, load_s=NEVER, store_s=NEVER)
 
 
 def name(ref: ObjectRef) -> ObjectName:
-    return ObjectName(SPACE, bytes([ref.group]) * 28 + ref.end_token.to_bytes(4, "big"), ref.group, ref.end_token)
+    return ObjectName(SPACE, bytes([ref.group]) * 28 + ref.end_token.to_bytes(4, "big"), ref.end_token)
 
 
 class MemoryTier:
@@ -34,16 +34,15 @@ class MemoryTier:
 
     def __init__(self, label: str, refs: Iterable[ObjectRef], broken: Iterable[ObjectRef] = ()) -> None:
         self.label = label
-        self.counts = TierCounts()
-        self.removed = None
+        self.corrupt = self.evicted = 0
         self.objects = {name(ref) for ref in refs}
         self.broken = {name(ref) for ref in broken}
         self.reads: list[ObjectName] = []
 
     def open(self) -> None: ...
 
-    def find_all(self, names: Sequence[ObjectName]) -> list[bool]:
-        return [each in self.objects for each in names]
+    def find(self, name: ObjectName) -> bool:
+        return name in self.objects
 
     def read(self, name: ObjectName, payload: memoryview, progress: Callable[[], None]) -> None:
         self.reads.append(name)
@@ -53,8 +52,6 @@ class MemoryTier:
     def write(self, name: ObjectName, payload: memoryview, deadline: float) -> bool:
         self.objects.add(name)
         return True
-
-    def close(self) -> None: ...
 
 
 class InlineLane(Lane):

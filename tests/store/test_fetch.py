@@ -79,9 +79,9 @@ def test_the_longest_prefix_of_readable_objects(
     assert ended(fetch, store) == (end, set(offsets))
     assert len(tier.reads) == len(set(tier.reads)), "each object is read once"
     assert fetch.present.isdisjoint(broken)
-    assert store.counts["failed_reads"] == len(broken)
-    assert store.counts["hit_tokens"] == end - start
-    assert store.counts["missed_tokens"] == limit - end
+    assert store.counts["store_problems", "failed_load"] == len(broken)
+    assert store.counts["store_tokens", "hit"] == end - start
+    assert store.counts["store_tokens", "miss"] == limit - end
 
 
 @pytest.mark.parametrize(("pages", "end"), [(11, 384), (10, 256), (7, 128), (4, 0)])
@@ -89,7 +89,7 @@ def test_objects_that_do_not_fit_into_staging_are_not_read(make: Make, pages: in
     tier = MemoryTier("disk", ALL)
     store = make(tier, pages=pages)
     assert ended(begun(store), store)[0] == end
-    assert store.counts["no_room_to_load"] == (end < 384)
+    assert store.counts["store_problems", "no_staging_for_load"] == (end < 384)
     assert len(tier.reads) == end // 128 + 2 * bool(end)
 
 
@@ -104,7 +104,7 @@ def test_a_fetch_that_is_late_uses_what_it_has(make: Make) -> None:
     assert fetched(fetch).end_token == 0, "the window and the state are missing"
     assert fetch.present == set(ALL), "nothing is stored again"
     assert [store.costs.patience_s({"disk": 1}, other_s) for other_s in (1e-12, 1e9)] == [0.0, 1e9], "a rate"
-    assert store.counts["late"] == 1
+    assert store.counts["store_problems", "late_load"] == 1
     assert ended(fetch, store) == (0, set())
 
 
@@ -157,7 +157,7 @@ def test_lookups_without_an_answer_are_misses(make: Make) -> None:
     store.settings = LIMITS.model_copy(update={"lookup_s": 1e-9})
     assert fetched(fetch).tier == "disk"
     assert fetch.end_token == 384
-    assert store.counts["late_lookups"] == 1
+    assert store.counts["store_problems", "late_lookup"] == 1
     memory.run()
     assert ended(fetch, store)[0] == 384
 
@@ -177,7 +177,7 @@ def test_an_object_that_the_fastest_tier_cannot_read_is_read_from_the_next(make:
     fetch = begun(store)
     assert fetched(fetch).end_token == 384
     assert fetch.tier == "disk"
-    assert store.counts["failed_reads"] == len(NEEDED) - 1
+    assert store.counts["store_problems", "failed_load"] == len(NEEDED) - 1
     ended(fetch, store)
     assert name(FULL[0]) in memory.objects
 
@@ -196,8 +196,8 @@ def test_a_load_is_declined_after_the_lookups_if_it_takes_longer(make: Make, bes
     assert ended(fetch, store) == (0, set())
     assert not memory.reads
     assert not disk.reads
-    assert +store.counts == {"misses": 1, "declined": 1, "missed_tokens": 500}
-    assert store.totals()["store_requests"] == {"hit": 0, "miss": 0, "declined": 1}
+    counted = {key: number for key, number in store.totals().items() if number}
+    assert counted == {("store_requests", "declined"): 1, ("store_tokens", "miss"): 500}
     queued = begun(store, beside=beside)
     assert any(queued.poll(queued=True) for _ in range(9)), "waiting costs nothing"
     assert queued.end_token == 384

@@ -16,7 +16,7 @@ from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers import folder
 from connectors.store.tiers.folder import FolderTier
-from connectors.store.tiers.marker import MARKER, check_folder
+from connectors.store.tiers.marker import MARKER
 from connectors.store.tiers.staging import Staging
 from connectors.vllm_hma.kv_store.opening import describe_store
 from tests.campaigns.store.world import held
@@ -26,11 +26,7 @@ from tests.store.test_service import until
 
 
 def folder_id(path: Path) -> str:
-    tier = FolderTier(path, 1 << 20)
-    try:
-        return tier.id()
-    finally:
-        tier.close()
+    return FolderTier(path, 1 << 20).id()
 
 
 def test_a_folder_keeps_its_id(tmp_path: Path) -> None:
@@ -39,8 +35,6 @@ def test_a_folder_keeps_its_id(tmp_path: Path) -> None:
     found = folder_id(first)
     assert re.fullmatch("[0-9a-f]{32}", found)
     assert folder_id(first) == found != folder_id(second)
-    assert check_folder(first)
-    assert not check_folder(tmp_path / "missing")
 
 
 def test_processes_that_ask_at_once_get_one_id(tmp_path: Path) -> None:
@@ -57,7 +51,7 @@ def test_processes_that_ask_at_once_get_one_id(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"0123", bytes(32), b"g" * 32, b"0" * 33], ids=repr)
 def test_a_marker_without_an_id_gets_one(tmp_path: Path, content: bytes) -> None:
-    FolderTier(tmp_path / "tier", 1 << 20).close()
+    FolderTier(tmp_path / "tier", 1 << 20)
     (tmp_path / "tier" / MARKER).write_bytes(content)
     found = folder_id(tmp_path / "tier")
     assert re.fullmatch("[0-9a-f]{32}", found)
@@ -86,17 +80,14 @@ def test_engines_describe_their_store_to_routers(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        ("link to objects", "objects cannot be used: it is a link"),
-        ("link to marker", f"{MARKER} cannot be used: it is a link"),
-        ("second name of marker", f"{MARKER} cannot be used: it is a link"),
+        ("link to objects", "objects cannot be used: Not a directory"),
+        ("link to marker", f"{MARKER} cannot be used: Too many levels of symbolic links"),
         ("open objects", "objects cannot be used: all users of this host may write to it"),
         ("open store", "all users of this host may write to it and could change stored KV"),
         ("group's store", ""),
         ("open parent", ""),
         ("link", ""),
-        ("relative link", ""),
-        ("circular link", "Too many levels of symbolic links"),
-        ("link of others", "it is a link of user 4242"),
+        ("link of others", ""),
         ("objects of others", "objects cannot be used: it belongs to user 4242, who could change KV"),
         ("store of others", "it belongs to user 4242, who could change KV"),
         ("parent of others", ""),
@@ -107,15 +98,15 @@ def test_a_folder_that_others_can_change_or_lead_elsewhere_is_refused(tmp_path: 
         pytest.skip("needs root")
     elsewhere, parent = tmp_path / "elsewhere", tmp_path / "parent"
     store = parent / "store"
-    FolderTier(store, 1 << 20).close()
+    FolderTier(store, 1 << 20)
     elsewhere.write_text("precious")
     match kind:
         case "link to objects":
             (store / "objects").rename(tmp_path / "objects")
             (store / "objects").symlink_to(tmp_path / "objects")
-        case "link to marker" | "second name of marker":
+        case "link to marker":
             (store / MARKER).unlink()
-            (store / MARKER).symlink_to(elsewhere) if "link" in kind else (store / MARKER).hardlink_to(elsewhere)
+            (store / MARKER).symlink_to(elsewhere)
         case "open objects":
             (store / "objects").chmod(0o777)
         case "open store":
@@ -124,10 +115,9 @@ def test_a_folder_that_others_can_change_or_lead_elsewhere_is_refused(tmp_path: 
             store.chmod(0o2775)  # as Kubernetes mounts a volume with an fsGroup
         case "open parent":
             parent.chmod(0o2777)  # as Kubernetes makes an emptyDir with an fsGroup
-        case "link" | "relative link" | "circular link" | "link of others":
+        case "link" | "link of others":
             store = tmp_path / "link"
-            targets = {"relative link": "parent/../parent/store", "circular link": str(store)}
-            store.symlink_to(targets.get(kind, str(parent / "store")))
+            store.symlink_to(parent / "store")
             if kind == "link of others":
                 os.chown(store, 4242, -1, follow_symlinks=False)
         case "objects of others":
@@ -141,5 +131,4 @@ def test_a_folder_that_others_can_change_or_lead_elsewhere_is_refused(tmp_path: 
         tier = FolderTier(store, 1 << 20)
         assert write(tier, 1)
         assert file_of(tier, 1).exists()
-        tier.close()
     assert elsewhere.read_text() == "precious"

@@ -52,7 +52,7 @@ class Host:
         for ref in completed_objects(store.plan, 0, end_token):
             offset = store.reserve(ref)
             assert offset is not None
-            store.commit(ref, ObjectName(store.space, chain.key(ref), ref.group, ref.end_token), offset)
+            store.commit(ref, ObjectName(store.space, chain.key(ref), ref.end_token), offset)
         until(store.idle)
 
 

@@ -301,7 +301,7 @@ def test_kv_of_a_replaced_adapter_is_neither_stored_nor_loaded(host: Host) -> No
     assert matched(scheduler, waiting) == 16
     scheduler.take(StoreReport(filled=filled(scheduler, "running", 32), adapters={adapter: UNKNOWN}))
     until(scheduler.store.idle)
-    assert scheduler.store.counts["dropped_stores"] == 2
+    assert scheduler.store.counts["store_problems", "dropped_store"] == 2
     assert scheduler.matched_tokens(waiting, 0) == 0
     assert scheduler.matched_tokens(with_adapter(scheduler, "next"), 0) == 0
     for request in (running, waiting):

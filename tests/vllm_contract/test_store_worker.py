@@ -190,7 +190,7 @@ def test_no_request_is_stored_later(host: Host, child: type[TandemConnector] | N
         scheduler.take(report)
     else:
         after_another_childs_failed_load(child, scheduler, report)
-    assert scheduler.store.counts["dropped_stores"] == 1
+    assert scheduler.store.counts["store_problems", "dropped_store"] == 1
     assert scheduler.store.staging.used_bytes == 0
     for request in requests:
         scheduler.finished(request)

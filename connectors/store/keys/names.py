@@ -25,8 +25,8 @@ from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.planning.spans import StorePlan
 
-# Version of names, file headers and object contents. Versions have different namespaces.
-FORMAT = 1
+# Version of names, files and object contents. Versions have different namespaces.
+FORMAT = 2
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from connectors.errors import CorruptObjectError
-from connectors.store.tiers.objects import HEADER_BYTES
+from connectors.store.tiers.objects import DIGEST_BYTES
 from connectors.store.tiers.open_folder import OpenFolder
 
 PIECE_BYTES = 256 << 10
@@ -21,30 +18,27 @@ hanging. A piece fits into the CPU's L2 cache, where its digest is computed."""
 class Files:
     """One file per call. Methods raise OSError."""
 
-    def head(self, folder: OpenFolder, name: str) -> tuple[bytes, os.stat_result]:
-        with _opened(folder, name) as (fd, state):
-            return os.pread(fd, HEADER_BYTES, 0), state
+    def find(self, folder: OpenFolder, name: str) -> None:
+        folder.stat(name)
 
     def read(
         self, folder: OpenFolder, name: str, payload: memoryview, piece_read: Callable[[memoryview], None]
-    ) -> tuple[bytes, os.stat_result, int]:
-        """Read a file's payload into ``payload``, up to the end of either.
+    ) -> tuple[bytes, os.stat_result]:
+        """Read a file's digest, and its payload into ``payload``, up to the end of either.
 
-        Return the header's bytes (fewer if the file is shorter) and the number of payload bytes.
-        ``piece_read`` gets the bytes of each call. Raises CorruptObjectError for no regular file.
+        ``piece_read`` gets the bytes of each call.
         """
-        with _opened(folder, name) as (fd, state):
-            header = bytearray(HEADER_BYTES)
-            count = os.preadv(fd, [header, payload[:PIECE_BYTES]], 0)
-            read = max(0, count - HEADER_BYTES)
-            piece_read(payload[:read])
-            while HEADER_BYTES <= count < HEADER_BYTES + payload.nbytes:
-                more = os.preadv(fd, [payload[read : read + PIECE_BYTES]], HEADER_BYTES + read)
-                piece_read(payload[read : read + more])
-                if not more:
-                    break
-                read, count = read + more, count + more
-            return bytes(header[: min(count, HEADER_BYTES)]), state, read
+        fd = folder.open(name, os.O_RDONLY)
+        try:
+            digest, at = bytearray(DIGEST_BYTES), 0
+            count = os.preadv(fd, [digest, payload[:PIECE_BYTES]], 0) - DIGEST_BYTES
+            while count > 0:
+                piece_read(payload[at : at + count])
+                at += count
+                count = os.preadv(fd, [payload[at : at + PIECE_BYTES]], DIGEST_BYTES + at)
+            return bytes(digest), os.fstat(fd)
+        finally:
+            os.close(fd)
 
     def create(self, folder: OpenFolder, name: str, size_bytes: int) -> int:
         """Create a file with ``size_bytes`` allocated, locked until its descriptor is closed."""
@@ -59,13 +53,10 @@ class Files:
             raise
         return fd
 
-    def write(self, fd: int, header: bytes, payload: memoryview, sync: bool) -> None:
-        count = os.pwritev(fd, [header, payload], 0)
-        while count < len(header) + payload.nbytes:
-            if count < len(header):
-                count += os.pwrite(fd, header[count:], count)
-            else:
-                count += os.pwrite(fd, payload[count - len(header) :], count)
+    def write(self, fd: int, digest: bytes, payload: memoryview, sync: bool) -> None:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(digest)
+            file.write(payload)
         if sync:
             os.fdatasync(fd)
 
@@ -76,25 +67,8 @@ class Files:
 def is_abandoned(folder: OpenFolder, name: str) -> bool:
     """Return whether no process has locked this file; False if unknown."""
     try:
-        with _opened(folder, name, os.O_RDWR) as (fd, _):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(folder.open(name, os.O_RDWR), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-    except (OSError, CorruptObjectError):
+    except OSError:
         return False
-
-
-@contextlib.contextmanager
-def _opened(folder: OpenFolder, name: str, mode: int = os.O_RDONLY) -> Iterator[tuple[int, os.stat_result]]:
-    try:
-        fd = folder.open(name, mode)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise CorruptObjectError(f"{name} is a symbolic link") from error
-        raise
-    try:
-        state = os.fstat(fd)
-        if not stat.S_ISREG(state.st_mode):
-            raise CorruptObjectError(f"{name} is not a regular file")
-        yield fd, state
-    finally:
-        os.close(fd)

@@ -134,7 +134,7 @@ class Lane:
                     call.progress_at, call.started = max(self.progress_at, sys.float_info.min), True
                     call.result = call.function(call)
                     call.ok = True
-            except StoreError as error:
+            except (StoreError, OSError) as error:
                 logger.debug("%s: %s", self._name, error)
             except Exception:
                 logger.exception(

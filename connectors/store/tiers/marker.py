@@ -16,33 +16,27 @@ MARKER = "tandem-kv-store"
 
 
 @contextlib.contextmanager
-def opened_root(path: Path, create: bool) -> Iterator[OpenFolder]:
+def opened_root(path: Path, create: bool = True) -> Iterator[OpenFolder]:
     """Open a tier's folder. Raises ConfigurationError if it cannot be a tier, also for any OSError.
 
     Without the marker of a store it must be empty, except for ``lost+found``.
     """
     try:
         root = open_folder(path, create)
-        _check_content(root)
+        # The marker is created before all other files: if another process has created some of the
+        # listed ones in the meantime, it exists now.
+        others = {entry.name for entry in root.entries()} - {"lost+found", MARKER}
+        if others and not os.path.lexists(path / MARKER):
+            raise ConfigurationError(
+                f"store: {path} contains {min(others)!r}, which is not part of a store; configure a separate folder"
+            )
         if create:
-            os.close(root.file(MARKER, create=True))
+            os.close(root.open(MARKER, os.O_RDWR | os.O_CREAT))
         yield root
     except OSError as error:
         raise ConfigurationError(
             f"store: {path / (error.filename or '')} cannot be used: {error.strerror}; configure another path"
         ) from error
-
-
-def check_folder(path: Path) -> bool:
-    """Return whether a folder exists. Raises ConfigurationError if it cannot be a tier."""
-    try:
-        open_folder(path)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        pass
-    with opened_root(path, create=False):
-        return True
 
 
 def folder_id(folder: OpenFolder) -> str:
@@ -51,7 +45,7 @@ def folder_id(folder: OpenFolder) -> str:
     Creates a random id if the tier has none, so the caller must hold the tier's lock. Raises
     OSError if the marker is missing or cannot be read or written.
     """
-    with open(folder.file(MARKER), "r+", encoding="ascii", errors="replace") as file:
+    with open(folder.open(MARKER, os.O_RDWR), "r+", encoding="ascii", errors="replace") as file:
         found = file.read()
         if not re.fullmatch("[0-9a-f]{32}", found):
             found = uuid.uuid4().hex
@@ -61,21 +55,3 @@ def folder_id(folder: OpenFolder) -> str:
             file.flush()
             os.fsync(file.fileno())
         return found
-
-
-def _check_content(folder: OpenFolder) -> None:
-    if not os.access(".", os.W_OK | os.X_OK, dir_fd=folder.fd):
-        raise ConfigurationError(
-            f"store: this process may not write to {folder.path} or search it; permit both, or configure another path"
-        )
-    # The marker is created before all other files: if another process has created some of the
-    # listed ones in the meantime, it exists now.
-    others = {entry.name for entry in folder.entries()} - {"lost+found", MARKER}
-    try:
-        folder.stat(MARKER)
-    except FileNotFoundError:
-        if others:
-            raise ConfigurationError(
-                f"store: {folder.path} contains {min(others)!r}, which is not part of a store; configure a separate "
-                "folder"
-            ) from None

@@ -1,10 +1,10 @@
 """Count the bytes below one folder for all processes that store there, to keep a shared budget.
 
-A process that holds the lock marks the usage file dirty, and clean before it releases the lock,
-unless a file has changed without the lock or its count. A process that finds it dirty, damaged or
-missing counts the files again, and so does each at its first use: a process may be killed at any
-point. The lock is ``flock`` on the folder: it does not vanish with the usage file, and the kernel
-releases that of a dead process.
+A process that holds the lock makes the usage file invalid, and valid before it releases the lock,
+unless a file has changed without the lock or its count. A process that finds it invalid or missing
+counts the files again, and so does each at its first use: a process may be killed at any point. The
+lock is ``flock`` on the folder: it does not vanish with the usage file, and the kernel releases
+that of a dead process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from connectors.errors import StoreError
 from connectors.store.tiers.open_folder import OpenFolder
 
 _FIELDS = struct.Struct("<8sQQ")
-_MAGIC = b"TandemLd"
+_RECORD_BYTES = _FIELDS.size + 16
 _POLL_S = 0.001
 BLOCK_BYTES = 4096
 """Assumed allocation unit of the file system."""
@@ -38,47 +38,44 @@ class Usage:
 
     def __init__(self, folder: OpenFolder, count: Callable[[], int]) -> None:
         self.used_bytes = 0
-        self._path = folder.path
-        self._folder: OpenFolder | None = folder
+        self._folder = folder
         self._count = count
         self._thread_lock = threading.Lock()
         self._distrusted = True
-        # The empty mount point of an unmounted disk is another folder, and not an empty store.
-        self._identity = _identity(os.fstat(folder.fd))
 
     @contextlib.contextmanager
     def locked(self, deadline: float) -> Iterator[None]:
         """Hold the lock: no other thread or process adds, renames or evicts files.
 
-        Raises StoreError if the lock is not free by ``deadline`` (``time.monotonic()`` seconds),
-        after ``close``, if the folder was replaced or unmounted, and instead of any OSError, also
-        one that the ``with`` block raises.
+        Raises OSError, and StoreError as ``held``.
         """
-        with self.held(deadline) as folder, contextlib.closing(_File(folder)) as file:
-            used = file.read()
-            file.write(0, dirty=True)
-            if used is None or self._distrusted:
+        with self.held(deadline) as folder, open(folder.open("usage", os.O_RDWR | os.O_CREAT), "r+b") as file:
+            data = os.pread(file.fileno(), _RECORD_BYTES, 0)
+            os.pwrite(file.fileno(), bytes(_RECORD_BYTES), 0)
+            self.used_bytes = int.from_bytes(data[8:16], "little")
+            if data != _record(self.used_bytes) or self._distrusted:
                 self.recount()
-            else:
-                self.used_bytes = used
             try:
                 yield
             finally:
-                file.write(max(0, self.used_bytes), dirty=self._distrusted)
+                if not self._distrusted:
+                    os.pwrite(file.fileno(), _record(max(0, self.used_bytes)), 0)
 
     @contextlib.contextmanager
     def held(self, deadline: float) -> Iterator[OpenFolder]:
-        """Hold the lock without counting. Raises as ``locked``."""
+        """Hold the lock without counting.
+
+        Raises StoreError if the lock is not free by ``deadline`` (``time.monotonic()`` seconds), or
+        if the folder was replaced or unmounted; and OSError.
+        """
+        folder = self._folder
         if not self._thread_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise StoreError(f"{self._path}: another thread of this process holds the store's lock")
+            raise StoreError(f"{folder.path}: another thread of this process holds the store's lock")
         try:
-            folder = self._folder
-            if folder is None:
-                raise StoreError(f"{self._path}: the store is closed")
             self._check_folder()
             while not _try_lock(folder.fd):
                 if time.monotonic() >= deadline:
-                    raise StoreError(f"{self._path}: another process holds the store's lock")
+                    raise StoreError(f"{folder.path}: another process holds the store's lock")
                 time.sleep(_POLL_S)
             try:
                 # The folder may have been unmounted during the wait.
@@ -86,8 +83,6 @@ class Usage:
                 yield folder
             finally:
                 fcntl.flock(folder.fd, fcntl.LOCK_UN)
-        except OSError as error:
-            raise StoreError(f"{self._path}: {error.strerror or error}") from error
         finally:
             self._thread_lock.release()
 
@@ -106,37 +101,15 @@ class Usage:
         """Make the next ``locked`` recount, after changes without the lock."""
         self._distrusted = True
 
-    def close(self) -> None:
-        """A thread that holds the lock keeps the folder open."""
-        self._folder = None
-
     def _check_folder(self) -> None:
-        if _identity(os.stat(self._path)) != self._identity:
-            raise StoreError(f"{self._path} was replaced or unmounted; restart the engine to use it again")
+        # The empty mount point of an unmounted disk is another folder, and not an empty store.
+        if not os.path.samestat(os.stat(self._folder.path), os.fstat(self._folder.fd)):
+            raise StoreError(f"{self._folder.path} was replaced or unmounted; restart the engine to use it again")
 
 
-class _File:
-    def __init__(self, folder: OpenFolder) -> None:
-        self._fd = folder.file("usage", create=True)
-
-    def read(self) -> int | None:
-        data = os.pread(self._fd, _FIELDS.size + 16, 0)
-        fields, digest = data[: _FIELDS.size], data[_FIELDS.size :]
-        if len(fields) < _FIELDS.size or xxhash.xxh3_128_digest(fields) != digest:
-            return None
-        magic, used, dirty = _FIELDS.unpack(fields)
-        return None if magic != _MAGIC or dirty else used
-
-    def write(self, used: int, dirty: bool) -> None:
-        fields = _FIELDS.pack(_MAGIC, used, dirty)
-        os.pwrite(self._fd, fields + xxhash.xxh3_128_digest(fields), 0)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-def _identity(state: os.stat_result) -> tuple[int, int]:
-    return state.st_dev, state.st_ino
+def _record(used_bytes: int) -> bytes:
+    fields = _FIELDS.pack(b"TandemLd", used_bytes, 0)
+    return fields + xxhash.xxh3_128_digest(fields)
 
 
 def _try_lock(fd: int) -> bool:

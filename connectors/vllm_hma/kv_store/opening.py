@@ -71,7 +71,7 @@ def describe_store(store: KVStore) -> dict[str, Any] | None:
     slowest, plan = store.tiers[-1].folder, store.plan
     try:
         folder = slowest.id()
-    except StoreError as error:
+    except (StoreError, OSError) as error:
         logger.warning(
             "Tandem: cannot read the id of the KV store in %s, so routers ignore the store: %s", slowest.path, error
         )

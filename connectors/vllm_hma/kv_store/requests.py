@@ -96,8 +96,4 @@ class StoreRequest:
         except PlanError:
             # A negative id is a placeholder for a token that has not been sampled yet.
             return {}
-        return {
-            ref: ObjectName(space, chain.key(ref), ref.group, ref.end_token)
-            for ref in refs
-            if ref.end_token <= chain.tokens
-        }
+        return {ref: ObjectName(space, chain.key(ref), ref.end_token) for ref in refs if ref.end_token <= chain.tokens}

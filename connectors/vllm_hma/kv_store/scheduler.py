@@ -75,7 +75,7 @@ class StoreScheduler:
         self._load_ids = itertools.count()
         self._loading: dict[int, _Loading] = {}
         self._filling: dict[int, _Filling] = {}
-        self._reported: dict[str, dict[str, float]] = {}
+        self._reported: dict[tuple[str, str], float] = {}
         self._reported_pending = 0
         self._unreported = TandemStats()
 
@@ -271,11 +271,9 @@ class StoreScheduler:
         if self._store is None:
             return stats
         totals = self._store.totals()
-        for counter, labels in totals.items():
-            for label, number in labels.items():
-                before = self._reported.get(counter, {}).get(label, 0)
-                if number > before:
-                    stats.count(counter, label, number - before)
+        for key, number in totals.items():
+            if number > self._reported.get(key, 0):
+                stats.count(*key, number - self._reported.get(key, 0))
         self._reported = totals
         pending = len(self._store.running)
         if pending != self._reported_pending:

@@ -126,7 +126,7 @@ def _read_cached(cache: OpenFolder | None, name: str) -> str:
     if cache is None:
         return ""
     try:
-        with open(cache.file(name), encoding="utf-8") as file:
+        with open(cache.open(name, os.O_RDONLY), encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError):
         return ""
@@ -171,7 +171,7 @@ def _cache_locked(name: str) -> Iterator[OpenFolder | None]:
     with contextlib.ExitStack() as stack:
         try:
             folder = open_folder(Path(vllm.envs.VLLM_CACHE_ROOT) / "tandem" / "weights", create=True)
-            lock = stack.enter_context(open(folder.file(f"{name}.lock", create=True), "w", encoding="utf-8"))
+            lock = stack.enter_context(open(folder.open(f"{name}.lock", os.O_RDWR | os.O_CREAT), "w", encoding="utf-8"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             logger.warning("Tandem: a weight file's digest cannot be cached, so every start reads the file: %s", error)

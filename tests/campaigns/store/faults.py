@@ -13,7 +13,7 @@ from pathlib import Path
 
 from connectors.errors import StoreError
 from connectors.store.tiers.folder import FolderTier
-from connectors.store.tiers.objects import HEADER_BYTES
+from connectors.store.tiers.objects import DIGEST_BYTES
 from connectors.store.tiers.usage import allocated
 from tests.campaigns.store.world import DISK_BUDGET, SIZES, World, content, held
 
@@ -23,11 +23,11 @@ Fault = Callable[[World], None]
 
 
 def flip_payload_bits(world: World) -> None:
-    _rewrite(world, lambda data: _flip(world, data, HEADER_BYTES, len(data)))
+    _rewrite(world, lambda data: _flip(world, data, DIGEST_BYTES, len(data)))
 
 
-def flip_header_bits(world: World) -> None:
-    _rewrite(world, lambda data: _flip(world, data, 0, HEADER_BYTES))
+def flip_digest_bits(world: World) -> None:
+    _rewrite(world, lambda data: _flip(world, data, 0, DIGEST_BYTES))
 
 
 def truncate(world: World) -> None:
@@ -45,8 +45,8 @@ def swap_objects(world: World) -> None:
 
 
 def swap_payloads(world: World) -> None:
-    """Swap the payloads of two objects; each keeps its header."""
-    _swap(world, lambda a, b: (a[:HEADER_BYTES] + b[HEADER_BYTES:], b[:HEADER_BYTES] + a[HEADER_BYTES:]))
+    """Swap the payloads of two objects; each keeps its digest."""
+    _swap(world, lambda a, b: (a[:DIGEST_BYTES] + b[DIGEST_BYTES:], b[:DIGEST_BYTES] + a[DIGEST_BYTES:]))
 
 
 def other_weights(world: World) -> None:
@@ -84,7 +84,7 @@ def stalled_disk(world: World) -> None:
     """Make some calls hang until the disk returns, perhaps long after their requests have ended."""
     engine = world.engines[world.random.randrange(2)]
     engine.files.hang(
-        *world.random.sample(["head", "read", "create", "write", "publish"], world.random.randrange(1, 3))
+        *world.random.sample(["find", "read", "create", "write", "publish"], world.random.randrange(1, 3))
     )
     world.ask(engine.number)
     if world.random.random() < 0.5:
@@ -138,8 +138,6 @@ def two_writers(world: World) -> None:
         tiers[0].read(name, into)
         if into != data:
             world.outcome.wrong.append(f"{ref}: two writers left something else")
-    for tier in tiers:
-        tier.close()
 
 
 def restarted_engine(world: World) -> None:
@@ -182,7 +180,7 @@ def killed_process(world: World) -> None:
 
 FAULTS: dict[Fault, int] = {
     flip_payload_bits: 20,
-    flip_header_bits: 12,
+    flip_digest_bits: 12,
     truncate: 12,
     extend: 4,
     swap_objects: 8,

@@ -112,7 +112,7 @@ class Engine(Core):
         self.block_tokens = block_tokens
 
     def close(self) -> None:
-        self.counts += Counter({f"store: {key}": count for key, count in self.store.counts.items()})
+        self.counts += Counter({f"store: {' '.join(key)}": round(count) for key, count in self.store.counts.items()})
         super().close()
 
     @property

@@ -54,13 +54,13 @@ class FaultyFiles(Files):
         self.full: frozenset[str] = frozenset()
         self.waiting = 0
 
-    def head(self, folder: OpenFolder, name: str) -> tuple[bytes, os.stat_result]:
-        self._pass("head")
-        return super().head(folder, name)
+    def find(self, folder: OpenFolder, name: str) -> None:
+        self._pass("find")
+        super().find(folder, name)
 
     def read(
         self, folder: OpenFolder, name: str, payload: memoryview, piece_read: Callable[[memoryview], None]
-    ) -> tuple[bytes, os.stat_result, int]:
+    ) -> tuple[bytes, os.stat_result]:
         self._pass("read")
         return super().read(folder, name, payload, piece_read)
 
@@ -68,11 +68,11 @@ class FaultyFiles(Files):
         self._pass("create")
         return super().create(folder, name, size_bytes)
 
-    def write(self, fd: int, header: bytes, payload: memoryview, sync: bool) -> None:
+    def write(self, fd: int, digest: bytes, payload: memoryview, sync: bool) -> None:
         if "write" in self.full:
-            super().write(fd, header, payload[: payload.nbytes // 2], sync)
+            super().write(fd, digest, payload[: payload.nbytes // 2], sync)
         self._pass("write")
-        super().write(fd, header, payload, sync)
+        super().write(fd, digest, payload, sync)
 
     def publish(self, parts: OpenFolder, part: str, folder: OpenFolder, name: str) -> None:
         self._pass("publish")
@@ -197,10 +197,8 @@ class World:
         self.engines[number] = self._start(number)
 
     def _stop(self, engine: Engine) -> None:
-        self.outcome.counts += engine.store.counts
-        for tier in engine.store.tiers:
-            self.outcome.counts["corrupt"] += tier.folder.counts.corrupt
-            self.outcome.counts["evicted"] += tier.folder.counts.evicted
+        for key, number in engine.store.totals().items():
+            self.outcome.counts[" ".join(key)] += round(number)
         engine.files.heal()
         engine.store.close()
 
@@ -221,7 +219,7 @@ class World:
             ref for end in range(CHUNK, tokens + 1, CHUNK) for ref in completed_objects(self.plan, end - CHUNK, end)
         }
         refs.update(possible_objects(self.plan, 0, tokens - 1))
-        names = {ref: ObjectName(SPACES[space], chain.key(ref), ref.group, ref.end_token) for ref in refs}
+        names = {ref: ObjectName(SPACES[space], chain.key(ref), ref.end_token) for ref in refs}
         return Prompt(tokens, names)
 
     # ---- requests -------------------------------------------------------------------------------
@@ -303,6 +301,7 @@ class World:
         self.settle()
         for engine in self.engines:
             self._stop(engine)
+        self.engines.clear()  # their folders close with the last reference
         time.sleep(0.05)
         for root, budget in ((self.disk, DISK_BUDGET), (self.memory, MEMORY_BUDGET)):
             tier = FolderTier(root, budget, durable=False)
@@ -310,5 +309,4 @@ class World:
             parts = list((root / "parts").iterdir())
             if parts:
                 self.outcome.leaked.append(f"{root.name}: {len(parts)} unfinished files")
-            tier.close()
         self.check_budget()
