@@ -81,11 +81,10 @@ def left(scheduler: StoreScheduler) -> int:
 
 
 def reserve(scheduler: StoreScheduler, name: str, ref: ObjectRef) -> int:
-    """Reserve a slot of staging for an object of a request, as a step that completes it does."""
+    """Begin to store an object of a request, as a step that completes it does; return the copy."""
     known = scheduler._requests[name]  # noqa: SLF001
     blocks = [[*range(1, 10)], [*range(11, 20)]]
-    (offset,) = scheduler._reserve(known, [ref], blocks).values()  # noqa: SLF001
-    return offset
+    return scheduler._begin(scheduler._reserve([ref], blocks), known)  # noqa: SLF001
 
 
 def matched(scheduler: StoreScheduler, request: Request) -> int:

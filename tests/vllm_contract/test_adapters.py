@@ -5,6 +5,7 @@ are now.
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -263,12 +264,12 @@ def with_adapter(scheduler: StoreScheduler, name: str) -> Request:
     return request
 
 
-def filled(scheduler: StoreScheduler, name: str, end_token: int) -> dict[int, int]:
-    return {reserve(scheduler, name, ObjectRef(end_token, group)): 1 for group in (0, 1)}
+def filled(scheduler: StoreScheduler, name: str, end_token: int) -> Counter[int]:
+    return Counter(reserve(scheduler, name, ObjectRef(end_token, group)) for group in (0, 1))
 
 
 def store_prompt(scheduler: StoreScheduler, name: str) -> None:
-    scheduler.take(StoreReport(filled=filled(scheduler, name, 16)))
+    scheduler.take(StoreReport(copied=filled(scheduler, name, 16)))
     until(scheduler.store.idle)
 
 
@@ -299,7 +300,7 @@ def test_kv_of_a_replaced_adapter_is_neither_stored_nor_loaded(host: Host) -> No
     store_prompt(scheduler, "running")
     waiting = with_adapter(scheduler, "waiting")
     assert matched(scheduler, waiting) == 16
-    scheduler.take(StoreReport(filled=filled(scheduler, "running", 32), adapters={adapter: UNKNOWN}))
+    scheduler.take(StoreReport(copied=filled(scheduler, "running", 32), adapters={adapter: UNKNOWN}))
     until(scheduler.store.idle)
     assert scheduler.store.counts["store_problems", "dropped_store"] == 2
     assert scheduler.matched_tokens(waiting, 0) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -210,7 +211,7 @@ def test_a_transfer_that_fails_before_it_begins_loads_as_any_request(host: Host)
     decode.after_alloc(request, tables(), 64)
     (load,) = decode.orders(SchedulerOutput.make_empty()).loads
     assert {ref.group for ref in load.offsets} == {0, 1}
-    decode.take(StoreReport(loaded={load.load_id: 1}))
+    decode.take(StoreReport(copied=Counter({load.copy_id: 1})))
     decode.finished(request)
     assert left(decode) == 0
 

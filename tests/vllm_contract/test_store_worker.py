@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_a_step_is_reported_once_its_copies_have_ended(
     view = rank.views[0][0]
     view[...] = np.random.default_rng(3).integers(0, 256, view.shape, np.uint8)
     content = view[list(TABLES[0][:4])].copy()
-    orders = StoreOrders(staging.location, stores=[Store("a", TABLES, STORED)])
+    orders = StoreOrders(staging.location, stores=[Store(2, "a", TABLES, STORED)])
     device_worker.begin_step()
     device_worker.load(orders)
     assert device_worker.touching() is None
@@ -96,7 +97,7 @@ def test_a_step_is_reported_once_its_copies_have_ended(
     assert device_worker.report() is None
     HeldEvent.passed = True
     assert device_worker.touching() is None
-    assert device_worker.report() == StoreReport(loaded={3: 1}, filled={0: 1, 4096: 1})
+    assert device_worker.report() == StoreReport(copied=Counter({2: 1, 3: 1}))
     assert np.array_equal(view[list(MOVED[0][:4])], content)
     assert device_worker.report() is None
 
@@ -105,7 +106,7 @@ def test_a_device_that_hangs_ends_the_engine(
     staging: Staging, device_worker: StoreWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may still write to the slots of its copies, so no other object may get them."""
-    orders = StoreOrders(staging.location, stores=[Store("a", TABLES, STORED)])
+    orders = StoreOrders(staging.location, stores=[Store(2, "a", TABLES, STORED)])
     device_worker.load(orders)
     device_worker.store(orders)
     assert device_worker.report() == StoreReport(attached=1)
@@ -138,11 +139,11 @@ GONE: tuple[tuple[int, ...], ...] = ((0,) * 9, (0,) * 9)
 
 def failing(staging: Staging) -> StoreOrders:
     load = Load(0, "a", GONE, 0, 16, {ObjectRef(16, 0): 0, ObjectRef(16, 1): 4096})
-    return StoreOrders(staging.location, [load], [Store("b", TABLES, {ObjectRef(32, 0): 8192})])
+    return StoreOrders(staging.location, [load], [Store(1, "b", TABLES, {ObjectRef(32, 0): 8192})])
 
 
 def storing(staging: Staging) -> StoreOrders:
-    return StoreOrders(staging.location, stores=[Store("b", TABLES, {ObjectRef(48, 0): 8192})])
+    return StoreOrders(staging.location, stores=[Store(2, "b", TABLES, {ObjectRef(48, 0): 8192})])
 
 
 def test_other_requests_of_the_step_are_not_stored(staging: Staging) -> None:
@@ -155,9 +156,9 @@ def test_other_requests_of_the_step_are_not_stored(staging: Staging) -> None:
         spoiled.end_step()
         reports.append(worker.report())
     assert reports == [
-        StoreReport(attached=1, loaded={0: 1}, failed={8192: 1}, broken=True),
-        StoreReport(failed={8192: 1}),
-        StoreReport(filled={8192: 1}),
+        StoreReport(attached=1, copied=Counter({0: 1, 1: 1}), failed={1}, broken=True),
+        StoreReport(copied=Counter({2: 1}), failed={2}),
+        StoreReport(copied=Counter({2: 1})),
     ]
     assert not spoiled
 
@@ -184,8 +185,8 @@ def test_no_request_is_stored_later(host: Host, child: type[TandemConnector] | N
     requests = [Request(name, PROMPT, SamplingParams(max_tokens=1), None) for name in "ab"]
     for request in requests:
         scheduler.new_request(request)
-    offset = reserve(scheduler, "b", ObjectRef(16, 0))
-    report = StoreReport(filled={offset: 1}, broken=child is None)
+    copy_id = reserve(scheduler, "b", ObjectRef(16, 0))
+    report = StoreReport(copied=Counter({copy_id: 1}), broken=child is None)
     if child is None:
         scheduler.take(report)
     else:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-import threading
-from bisect import insort
+from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ class StagingLocation:
 
 
 class Staging:
-    """A range of shared memory, divided into slots. Thread-safe.
+    """A range of shared memory, divided into slots, which one thread takes and gives back.
 
     The file has no name, so the kernel frees the memory when the engine's processes have ended,
     also if they are killed. Workers open it at ``location``. Raises ConfigurationError if
@@ -65,52 +64,45 @@ class Staging:
         # Populate now: page faults would halve the speed of the first loads after a start.
         self._memory = mmap.mmap(self._file.fileno(), size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._view = memoryview(self._memory)
-        self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, size)]
         # Bytes and number of users of each slot, by offset.
         self._slots: dict[int, tuple[int, int]] = {}
         self.size_bytes = size
-
-    @property
-    def used_bytes(self) -> int:
-        with self._lock:
-            return sum(size for size, _ in self._slots.values())
+        self.used_bytes = 0
 
     def bytes_of(self, offsets: Iterable[int]) -> int:
-        with self._lock:
-            return sum(self._slots[offset][0] for offset in offsets)
+        return sum(self._slots[offset][0] for offset in offsets)
 
     def take(self, size_bytes: int) -> int | None:
         """Return the offset of a new slot, with one user; None without room."""
         size = slot_bytes(size_bytes)
-        with self._lock:
-            for number, (offset, length) in enumerate(self._free):
-                if length >= size:
-                    self._free[number : number + 1] = [(offset + size, length - size)] if length > size else []
-                    self._slots[offset] = size, 1
-                    return offset
+        for number, (offset, length) in enumerate(self._free):
+            if length >= size:
+                self._free[number : number + 1] = [(offset + size, length - size)] if length > size else []
+                self._slots[offset] = size, 1
+                self.used_bytes += size
+                return offset
         return None
 
     def share(self, offset: int) -> None:
         """Add a user to a slot. Each user calls ``give_back`` once."""
-        with self._lock:
-            size, users = self._slots[offset]
-            self._slots[offset] = size, users + 1
+        size, users = self._slots[offset]
+        self._slots[offset] = size, users + 1
 
     def give_back(self, offset: int) -> None:
-        with self._lock:
-            size, users = self._slots.pop(offset)
-            if users > 1:
-                self._slots[offset] = size, users - 1
-                return
-            insort(self._free, (offset, size))
-            merged: list[tuple[int, int]] = []
-            for start, length in self._free:
-                if merged and sum(merged[-1]) == start:
-                    merged[-1] = (merged[-1][0], merged[-1][1] + length)
-                else:
-                    merged.append((start, length))
-            self._free = merged
+        size, users = self._slots.pop(offset)
+        if users > 1:
+            self._slots[offset] = size, users - 1
+            return
+        self.used_bytes -= size
+        at = bisect(self._free, (offset, size))
+        # Merge it with the free range after it, then with the one before it.
+        if at < len(self._free) and self._free[at][0] == offset + size:
+            size += self._free.pop(at)[1]
+        if at and sum(self._free[at - 1]) == offset:
+            offset, size = offset - self._free[at - 1][1], size + self._free.pop(at - 1)[1]
+            at -= 1
+        self._free.insert(at, (offset, size))
 
     def view(self, offset: int, size_bytes: int) -> memoryview:
         return self._view[offset : offset + size_bytes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,13 @@ Tables = tuple[tuple[int, ...], ...]
 class Load:
     """Copy verified objects into a request's blocks, before the forward pass.
 
+    ``copy_id``          identifies loads and stores of one scheduler
     ``start_token``      number of tokens in the engine's own cache
     ``offsets``          offset in staging, by object
     ``beside_transfer``  whether to load only full attention, because a transfer supplies the rest
     """
 
-    load_id: int
+    copy_id: int
     request_id: str
     tables: Tables
     start_token: int
@@ -39,6 +41,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Store:
+    copy_id: int
     request_id: str
     tables: Tables
     offsets: dict[ObjectRef, int]
@@ -65,8 +68,8 @@ class StoreReport:
 
     ``attached``, ``detached``  number of ranks that have mapped the staging memory, or have failed
                                 to; each rank reports once, with its first step
-    ``loaded``                  number of ranks that have ended a load, with or without success
-    ``filled``, ``failed``      number of ranks that have filled a slot, or failed to, by offset
+    ``copied``                  number of ranks that have ended a copy, with or without success
+    ``failed``                  stores that have failed on a rank
     ``broken``                  whether a load without a transfer failed. Later KV of any request
                                 that shares blocks with the load may be invalid
     ``timed_s``, ``copied_s``   seconds on the slowest rank for the step with ``timed_tokens``, and
@@ -75,9 +78,8 @@ class StoreReport:
 
     attached: int = 0
     detached: int = 0
-    loaded: dict[int, int] = field(default_factory=dict)
-    filled: dict[int, int] = field(default_factory=dict)
-    failed: dict[int, int] = field(default_factory=dict)
+    copied: Counter[int] = field(default_factory=Counter)
+    failed: set[int] = field(default_factory=set)
     broken: bool = False
     adapters: dict[Adapter, str] = field(default_factory=dict)
     timed_tokens: int = 0
@@ -89,10 +91,8 @@ class StoreReport:
         return self != StoreReport()
 
     def aggregate(self, other: StoreReport) -> StoreReport:
-        pairs = ((self.loaded, other.loaded), (self.filled, other.filled), (self.failed, other.failed))
-        for mine, theirs in pairs:
-            for key, ranks in theirs.items():
-                mine[key] = mine.get(key, 0) + ranks
+        self.copied += other.copied
+        self.failed |= other.failed
         self.attached += other.attached
         self.detached += other.detached
         self.broken = self.broken or other.broken

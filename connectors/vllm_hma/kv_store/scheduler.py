@@ -39,18 +39,16 @@ _TIMED_TOKENS = 64
 
 
 @dataclass(slots=True)
-class _Filling:
-    known: StoreRequest
-    ref: ObjectRef
+class _Copy:
+    """A load or a store that not all ranks have ended.
+
+    ``stores``  the request of a store
+    """
+
+    offsets: dict[ObjectRef, int]
+    stores: StoreRequest | None = None
     ranks: int = 0
     failed: bool = False
-
-
-@dataclass(slots=True)
-class _Loading:
-    slots: list[int]
-    size_bytes: int
-    ranks: int = 0
 
 
 class StoreScheduler:
@@ -72,9 +70,8 @@ class StoreScheduler:
         self._ranks = self._attached = self._detached = 0
         self._requests: dict[str, StoreRequest] = {}
         self._loads: list[Load] = []
-        self._load_ids = itertools.count()
-        self._loading: dict[int, _Loading] = {}
-        self._filling: dict[int, _Filling] = {}
+        self._copy_ids = itertools.count()
+        self._copies: dict[int, _Copy] = {}
         self._reported: dict[tuple[str, str], float] = {}
         self._reported_pending = 0
         self._unreported = TandemStats()
@@ -86,11 +83,11 @@ class StoreScheduler:
 
     @property
     def copying(self) -> bool:
-        return bool(self._loading or self._filling)
+        return bool(self._copies)
 
     @property
     def remembered(self) -> int:
-        return len(self._requests) + len(self._loading) + len(self._filling)
+        return len(self._requests) + len(self._copies)
 
     def publish(self, rank_caches: Sequence[RankCache]) -> None:
         """Open the store. Raises as ``open_store``."""
@@ -218,8 +215,8 @@ class StoreScheduler:
                 assert output.kv_connector_block_state is not None
                 tables = output.kv_connector_block_state.get_block_ids(request_id)
                 assert tables is not None, f"scheduled request {request_id} has no block table"
-                if offsets := self._reserve(known, refs, tables):
-                    orders.stores.append(Store(request_id, _frozen(tables), offsets))
+                if offsets := self._reserve(refs, tables):
+                    orders.stores.append(Store(self._begin(offsets, known), request_id, _frozen(tables), offsets))
         return orders
 
     def take(self, report: StoreReport) -> None:
@@ -237,21 +234,15 @@ class StoreScheduler:
         store.costs.computed(report.timed_tokens, report.timed_context_tokens, report.timed_s)
         self._attached += report.attached
         self._detached += report.detached
-        store.costs.copied(sum(self._loading[load_id].size_bytes for load_id in report.loaded), report.copied_s)
-        for load_id, ranks in report.loaded.items():
-            loading = self._loading[load_id]
-            loading.ranks += ranks
-            if loading.ranks == self._ranks:
-                del self._loading[load_id]
-                for offset in loading.slots:
-                    store.staging.give_back(offset)
-        for offset in {**report.filled, **report.failed}:
-            filling = self._filling[offset]
-            filling.ranks += report.filled.get(offset, 0) + report.failed.get(offset, 0)
-            filling.failed |= offset in report.failed
-            if filling.ranks == self._ranks:
-                del self._filling[offset]
-                self._filled(filling, offset)
+        loads = [copy for copy_id in report.copied if (copy := self._copies[copy_id]).stores is None]
+        store.costs.copied(sum(store.object_bytes(load.offsets) for load in loads), report.copied_s)
+        for copy_id, ranks in report.copied.items():
+            copy = self._copies[copy_id]
+            copy.ranks += ranks
+            copy.failed |= copy_id in report.failed
+            if copy.ranks == self._ranks:
+                del self._copies[copy_id]
+                self._end(copy)
 
     def spoil(self) -> None:
         # Blocks of a failed load may be part of any current request's KV.
@@ -307,10 +298,9 @@ class StoreScheduler:
     def _order_load(self, known: StoreRequest, fetch: Fetch, tables: tuple[list[int], ...], start_token: int) -> None:
         known.tier = fetch.tier
         # The load owns the slots now: after a preemption, the request may start another fetch.
-        load_id, offsets = next(self._load_ids), fetch.hand_over()
-        self._loading[load_id] = _Loading(list(offsets.values()), self.store.object_bytes(offsets))
+        offsets, beside = fetch.hand_over(), fetch.beside_transfer
         request_id, end_token = known.request.request_id, fetch.end_token
-        load = Load(load_id, request_id, _frozen(tables), start_token, end_token, offsets, fetch.beside_transfer)
+        load = Load(self._begin(offsets), request_id, _frozen(tables), start_token, end_token, offsets, beside)
         self._loads.append(load)
 
     def _to_store(self, known: StoreRequest, before: int, after: int) -> list[ObjectRef]:
@@ -322,29 +312,35 @@ class StoreScheduler:
             refs += [ref for ref in completed if known.transferred is None or known.transferred.has_tokens_of(ref)]
         return [ref for ref in refs if ref not in known.present]
 
-    def _reserve(
-        self, known: StoreRequest, refs: Iterable[ObjectRef], tables: Sequence[Sequence[int]]
-    ) -> dict[ObjectRef, int]:
+    def _reserve(self, refs: Iterable[ObjectRef], tables: Sequence[Sequence[int]]) -> dict[ObjectRef, int]:
         offsets = {}
         for ref in refs:
             if object_in_blocks(self.store.plan.groups[ref.group], tables[ref.group], ref):
                 offset = self.store.reserve(ref)
                 if offset is not None:
                     offsets[ref] = offset
-                    self._filling[offset] = _Filling(known, ref)
         return offsets
 
-    def _filled(self, filling: _Filling, offset: int) -> None:
-        store, known, ref = self.store, filling.known, filling.ref
-        names = known.names(store.space, [ref])
-        if filling.failed or known.void or ref not in names:
-            store.drop(offset)
-        else:
-            store.commit(ref, names[ref], offset)
+    def _begin(self, offsets: dict[ObjectRef, int], stores: StoreRequest | None = None) -> int:
+        copy_id = next(self._copy_ids)
+        self._copies[copy_id] = _Copy(offsets, stores)
+        return copy_id
+
+    def _end(self, copy: _Copy) -> None:
+        store, known = self.store, copy.stores
+        names = {} if known is None or known.void or copy.failed else known.names(store.space, copy.offsets)
+        for ref, offset in copy.offsets.items():
+            if known is None:
+                store.staging.give_back(offset)
+            elif ref in names:
+                store.commit(ref, names[ref], offset)
+            else:
+                store.drop(offset)
 
     def _known(self) -> list[StoreRequest]:
-        # Also those that have ended while ranks fill their slots.
-        return [*self._requests.values(), *(each.known for each in self._filling.values())]
+        # Also those that have ended while ranks copy their objects.
+        stores = (copy.stores for copy in self._copies.values())
+        return [*self._requests.values(), *(known for known in stores if known is not None)]
 
     def _give_up(self, adapter: Adapter | None = None) -> None:
         for known in self._known():

@@ -146,7 +146,7 @@ class StoreWorker:
                     # vLLM finds the request by these blocks (``not_loaded``).
                     self._not_loaded.update(block for table in load.tables for block in table if block != NULL_BLOCK)
                     self.spoil()
-            step.report.loaded[load.load_id] = 1
+            step.report.copied[load.copy_id] = 1
         if all_copied:
             step.loads = loads_began, self._copies.now()
         if orders.loads:
@@ -160,7 +160,7 @@ class StoreWorker:
             step.report.timed_context_tokens = orders.timed_context_tokens
             step.forward = self._began, self._copies.now()
         for store in orders.stores:
-            done = step.report.filled
+            step.report.copied[store.copy_id] = 1
             try:
                 if self._spoiled:
                     raise StoreError("a load failed in this or a preceding step, so KV of this step may be invalid")
@@ -168,8 +168,7 @@ class StoreWorker:
                 self._copies.store(build_runs(plan, store_moves(self._planned[0], plan, store.tables, addresses)))
             except (PlanError, StoreError) as error:
                 logger.warning("Tandem: some KV of request %s is not stored: %s", store.request_id, error)
-                done = step.report.failed
-            done |= dict.fromkeys(store.offsets.values(), 1)
+                step.report.failed.add(store.copy_id)
         if orders.stores:
             StoreWorker._touched = self._copies.mark()[:1]
 
