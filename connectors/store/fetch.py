@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from connectors.store.planning.prefix import ObjectRef, needed_objects, possible_objects, resume_points, usable_prefix
+from connectors.store.planning.prefix import ObjectRef, needed_objects, resume_points, usable_prefix
 from connectors.store.service import KVStore
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import Call
@@ -28,7 +28,7 @@ from connectors.store.tiers.staging import slot_bytes
 class Fetch:
     """Load of one request, in progress or with a result.
 
-    ``names``            names of the request's ``possible_objects``; others are missing
+    ``names``            names of the request's ``possible_objects``
     ``start_token``      number of tokens in the engine's own cache
     ``limit_token``      largest token at which the request may resume
     ``beside_transfer``  whether a transfer supplies windows, states and what is not loaded; its
@@ -76,7 +76,7 @@ class Fetch:
         self._ready_at: float | None = None
         self._decided_at = 0.0
         self._queued = False
-        self._candidates = [ref for ref in possible_objects(self._plan, start_token, limit_token) if ref in names]
+        self._candidates = list(names)
         self._looking = True
         # Call of each tier, unless its lane has rejected it, and the answers so far, by candidate.
         self._lookups: list[tuple[Call | None, list[bool]]] = []

@@ -1,7 +1,7 @@
 """Move KV between files and staging memory, on the scheduler side of one engine.
 
 An *object* is what the store keeps of one KV cache group for one span of tokens
-(``planning/spans.py``), in one file. A *tier* is a folder of objects, on disk or in host memory.
+(``planning/chunks.py``), in one file. A *tier* is a folder of objects, on disk or in host memory.
 *Staging* is memory that the engine's scheduler and workers share. A *slot* of it holds one object.
 
 Threads of the tiers access the files; no method waits for them. A tier that fails, hangs or is full
@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from connectors.store.load_costs import LoadCosts
+from connectors.store.planning.chunks import StorePlan
 from connectors.store.planning.prefix import ObjectRef
-from connectors.store.planning.spans import StorePlan
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import Call, Lane

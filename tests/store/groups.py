@@ -32,7 +32,3 @@ def chunked(index: int, block_tokens: int, window_tokens: int) -> Group:
 
 def state(index: int, block_tokens: int = 4096) -> Group:
     return group(index, block_tokens, GroupKind.STATE)
-
-
-FIVE = tuple(group(index, tokens) for index, tokens in enumerate((256, 64, 64, 4, 8)))
-"""DeepSeek-V4's block sizes: groups 1 and 2 have one spec and two namespaces of block ids."""

@@ -11,8 +11,8 @@ import pytest
 from connectors.errors import StoreError
 from connectors.store import service
 from connectors.store.fetch import Fetch
+from connectors.store.planning.chunks import StorePlan
 from connectors.store.planning.prefix import ObjectRef
-from connectors.store.planning.spans import StorePlan
 from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.folder import FolderTier

@@ -19,10 +19,10 @@ from connectors.planning.descriptors import Runs, build_runs
 from connectors.store import device_copies
 from connectors.store.copying import copy_runs
 from connectors.store.device_copies import DeviceCopies
+from connectors.store.planning.chunks import plan_store
 from connectors.store.planning.layout import object_bytes, plan_rank, prove_store
 from connectors.store.planning.moves import load_moves, store_moves
 from connectors.store.planning.prefix import completed_objects
-from connectors.store.planning.spans import plan_store
 from connectors.store.tiers.staging import AttachedStaging, Staging
 from tests.planning.builders import Shape, make_engine
 from tests.store.simulated_streams import RaceError, SimulatedDevice

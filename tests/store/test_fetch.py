@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from connectors.store.fetch import Fetch
+from connectors.store.planning.chunks import StorePlan, plan_store
 from connectors.store.planning.prefix import ObjectRef, needed_objects, possible_objects, usable_prefix
-from connectors.store.planning.spans import StorePlan, plan_store
 from connectors.store.service import KVStore
 from connectors.store.tiers.staging import Staging
 from tests.store.groups import group, sliding, state
@@ -162,13 +162,6 @@ def test_lookups_without_an_answer_are_misses(make: Make) -> None:
     assert ended(fetch, store)[0] == 384
 
 
-def test_objects_without_a_name_are_missing(make: Make) -> None:
-    """A group that is stored whole may need an object that ends after the prompt."""
-    store = make(MemoryTier("disk", ALL))
-    fetch = Fetch(store, {ref: name(ref) for ref in ALL if ref.end_token < 384}, 0, 500)
-    assert ended(fetch, store)[0] == 256
-
-
 def test_an_object_that_the_fastest_tier_cannot_read_is_read_from_the_next(make: Make) -> None:
     """The slower tier's objects are then copied to the faster one."""
     memory, disk = MemoryTier("memory", ALL, NEEDED), MemoryTier("disk", ALL)
@@ -216,8 +209,8 @@ def test_an_operator_may_prefer_loads_to_computation(make: Make) -> None:
 PLANS = (
     PLAN,
     plan_store((group(0, 16), group(1, 16)), 128, 4096),
-    plan_store((group(0, 96, row_tokens=96), sliding(1, 16, 300)), 64, 4096),
-    plan_store((state(0), group(1, 1056, row_tokens=1056)), 256, 4096),
+    plan_store((group(0, 96, row_tokens=32), sliding(1, 16, 300)), 64, 4096),
+    plan_store((state(0), group(1, 1056)), 256, 4096),
 )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from connectors.errors import ConfigurationError
-from connectors.store.planning.spans import plan_store
+from connectors.store.planning.chunks import plan_store
 from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers import folder

@@ -14,10 +14,10 @@ from connectors.errors import ConfigurationError, CoverError, PlanError
 from connectors.planning.descriptors import Moves, build_runs
 from connectors.planning.layout import GroupKind
 from connectors.planning.verify import prove_plans
+from connectors.store.planning.chunks import StorePlan, plan_store
 from connectors.store.planning.layout import object_bytes, plan_rank, prove_store, store_layout, stored_part
 from connectors.store.planning.moves import load_moves, object_in_blocks, store_moves
 from connectors.store.planning.prefix import ObjectRef, completed_objects, needed_objects
-from connectors.store.planning.spans import StorePlan, plan_store
 from tests.planning.builders import CANARY, STYLES, GroupShape, Rank, Shape, execute, make_engine
 
 FULL: GroupShape = (GroupKind.FULL, None, 2)
@@ -172,23 +172,6 @@ def test_what_any_engine_stores_any_other_loads(
     start = int(rng.choice([0, chunk_tokens])) // shapes[1].block_tokens * shapes[1].block_tokens
     load_all(plans[1], reader, loaded, start, tokens, objects)
     check_filled(plans[1], reader, loaded, start, tokens, 8)
-
-
-def test_a_packed_block_is_stored_whole_and_loaded_in_part() -> None:
-    """Rows of 12 tokens, chunks of 8, beside a group that can be cut: resume at 8 loads the
-    first row of 12.
-    """
-    shape = Shape(style="packed", rows=12, block_tokens=12, row_bytes=8, groups=(FULL, FULL), num_blocks=12)
-    writer, reader = make_engine(shape, 1), make_engine(shape, 2)
-    plan = plan_store(writer[0].layout.groups, 8, 4096)
-    assert [spans.span_tokens for spans in plan.groups] == [12, 12]
-    table, loaded = [[1, 2], [3, 4]], [[5, 6], [7, 8]]
-    fill(writer, table, 24, 8)
-    objects = store_all(plan, writer, table, completed_objects(plan, 0, 24))
-    load_all(plan, reader, loaded, 0, 8, objects)
-    check_filled(plan, reader, loaded, 0, 8, 8)
-    untouched = reader[0].views[0][0][6]
-    assert (untouched == CANARY).all()
 
 
 def test_beside_a_transfer_windows_and_states_are_not_written() -> None:

@@ -19,9 +19,9 @@ from connectors.errors import PlanError
 from connectors.planning.layout import GroupKind
 from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.store.keys.names import Feature, PrefixChain, namespace
+from connectors.store.planning.chunks import plan_store
 from connectors.store.planning.layout import store_layout
 from connectors.store.planning.prefix import ObjectRef
-from connectors.store.planning.spans import plan_store
 from tests.planning.builders import Shape, make_rank, with_field
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ SHAPE = Shape(kv_heads=4, style="head_major", rows=16, block_tokens=16, groups=G
 GOLDEN = """
 from connectors.store.keys.names import Feature, PrefixChain
 from connectors.store.planning.prefix import ObjectRef
-chain = PrefixChain(bytes(range(16)), (4,), "adapter", "salt", [Feature("image", 2)])
+chain = PrefixChain(bytes(range(16)), 4, "adapter", "salt", [Feature("image", 2)])
 chain.extend([1, 2, 3, 4, 5])
 print(chain.key(ObjectRef(4, 1)).hex())
 """
@@ -101,7 +101,7 @@ def chain(
     salt: str | None = None,
     features: tuple[Feature, ...] = (),
 ) -> PrefixChain:
-    made = PrefixChain(space, (4,), adapter, salt, features)
+    made = PrefixChain(space, 4, adapter, salt, features)
     made.extend(tokens)
     return made
 
@@ -139,14 +139,14 @@ def test_keys_do_not_depend_on_how_tokens_are_handed_over(
 ) -> None:
     """Keys do not depend on the division of tokens among calls."""
     features = [Feature(f"image {number}", offset) for number, offset in enumerate(offsets)]
-    whole, parts = (PrefixChain(SPACE, (4, 6), "", None, features) for _ in range(2))
+    whole, parts = (PrefixChain(SPACE, 4, "", None, features) for _ in range(2))
     whole.extend(tokens)
     at = 0
     while at < len(tokens):
         count = data.draw(st.integers(1, len(tokens) - at))
         parts.extend(tokens[at : at + count])
         at += count
-    for end in {*range(4, len(tokens) + 1, 4), *range(6, len(tokens) + 1, 6)}:
+    for end in range(4, len(tokens) + 1, 4):
         assert whole.key(ObjectRef(end, 0)) == parts.key(ObjectRef(end, 0))
 
 

@@ -47,7 +47,7 @@ class Host:
     def fill(self, end_token: int) -> None:
         scheduler = self.start()
         store = scheduler.store
-        chain = PrefixChain(store.space, store.plan.spans, "", None, [])
+        chain = PrefixChain(store.space, CHUNK, "", None, [])
         chain.extend(PROMPT)
         for ref in completed_objects(store.plan, 0, end_token):
             offset = store.reserve(ref)

@@ -27,14 +27,14 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
-from connectors.errors import IncompatiblePeerError
+from connectors.errors import ConfigurationError, IncompatiblePeerError
 from connectors.planning.descriptors import build_runs
 from connectors.planning.plan import check_compatible
 from connectors.store.copying import copy_runs
+from connectors.store.planning.chunks import plan_store
 from connectors.store.planning.layout import object_bytes, plan_rank, prove_store, store_layout
 from connectors.store.planning.moves import load_moves, store_moves
 from connectors.store.planning.prefix import completed_objects, needed_objects
-from connectors.store.planning.spans import plan_store
 from connectors.vllm_hma.model.kv_cache_layout import best_layout
 from tests.vllm_contract.caches import HEAD_SIZE, HEADS, connector_config, full, vllm_config
 from tests.vllm_contract.memory_engines import (
@@ -323,7 +323,6 @@ def test_a_deepseek_v4_cache_in_five_groups() -> None:
     """
     writer, reader = padded_rank(), padded_rank()
     plan = plan_store(writer.layout.groups, CHUNK, 4096)
-    assert plan.warnings == ()
     kept = {(g.group.block_tokens, g.group.window_tokens): g.kept_tokens for g in plan.groups}
     assert kept == {(64, 128): 128, (256, None): 256, (4, 8): 8, (8, 128): 128}
     source, target = through_the_store(writer, reader, 512)
@@ -338,13 +337,12 @@ def test_a_deepseek_v4_cache_in_five_groups() -> None:
 
 
 def test_pages_of_slots_are_stored_whole_for_engines_of_one_shape() -> None:
-    """Packed blocks cannot be cut, so another block size has another namespace; a warning names
+    """Packed blocks cannot be cut, so another block size has another namespace, and an error names
     the chunk.
     """
     short, long = (slotted_rank(1, KVCacheLayout.LBHNC, size) for size in (32, 64))
     stores = [store_layout(plan_store(rank.layout.groups, CHUNK, 4096), rank.layout) for rank in (short, long)]
     assert stores[0] != stores[1]
     through_the_store(short, slotted_rank(1, KVCacheLayout.LBHNC, 32), 256)
-    plan = plan_store(short.layout.groups, 48, 4096)
-    assert [spans.span_tokens for spans in plan.groups] == [64]
-    assert "its objects have 64 tokens" in plan.warnings[0]
+    with pytest.raises(ConfigurationError, match="chunk_tokens to a multiple of 32"):
+        plan_store(short.layout.groups, 48, 4096)

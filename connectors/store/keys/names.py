@@ -22,8 +22,8 @@ import numpy as np
 from connectors.errors import PlanError
 from connectors.planning.layout import EngineLayout
 from connectors.protocol.agent_metadata import ModelIdentity
+from connectors.store.planning.chunks import StorePlan
 from connectors.store.planning.prefix import ObjectRef
-from connectors.store.planning.spans import StorePlan
 
 # Version of names, files and object contents. Versions have different namespaces.
 FORMAT = 2
@@ -46,10 +46,9 @@ def namespace(model: ModelIdentity, plan: StorePlan, store: EngineLayout) -> byt
     """Return the namespace of a model's objects; ``store`` is the result of ``store_layout``."""
     groups = [
         {
-            "kind": spans.group.kind.value,
-            "window": spans.group.window_tokens,
-            "span": spans.span_tokens,
-            "kept": spans.kept_tokens,
+            "kind": stored.group.kind.value,
+            "window": stored.group.window_tokens,
+            "kept": stored.kept_tokens,
             "layers": [
                 [
                     pages.layer,
@@ -63,7 +62,7 @@ def namespace(model: ModelIdentity, plan: StorePlan, store: EngineLayout) -> byt
                 for pages in group.layers
             ],
         }
-        for spans, group in zip(plan.stored, store.groups, strict=True)
+        for stored, group in zip(plan.stored, store.groups, strict=True)
     ]
     # Without KV of drafts, which the store does not keep.
     identity = {name: getattr(model, name) for name in ("dtype", "cache_dtype", "engine_version")}
@@ -74,7 +73,7 @@ def namespace(model: ModelIdentity, plan: StorePlan, store: EngineLayout) -> byt
 
 
 class PrefixChain:
-    """Digests of one request's prefixes at each multiple of each of ``spans``.
+    """Digests of one request's prefixes at each multiple of ``chunk_tokens``.
 
     A feature is part of all digests of prefixes that end after its offset.
 
@@ -84,13 +83,13 @@ class PrefixChain:
     def __init__(
         self,
         space: bytes,
-        spans: Sequence[int],
+        chunk_tokens: int,
         adapter: str = "",
         salt: str | None = None,
         features: Iterable[Feature] = (),
     ) -> None:
         self._space = space
-        self._spans = tuple(spans)
+        self._chunk_tokens = chunk_tokens
         self._features = sorted(features, key=lambda feature: (feature.offset, feature.identifier), reverse=True)
         self._hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=b"tandem-prefix")
         self._hasher.update(space)
@@ -105,8 +104,8 @@ class PrefixChain:
         ids = np.asarray(token_ids, "<i8")
         if len(ids) and int(ids.min()) < 0:
             raise PlanError("token ids must not be negative")
-        start, stop = self.tokens, self.tokens + len(ids)
-        ends = {end for span in self._spans for end in range((start // span + 1) * span, stop + 1, span)}
+        start, stop, chunk = self.tokens, self.tokens + len(ids), self._chunk_tokens
+        ends = range((start // chunk + 1) * chunk, stop + 1, chunk)
         offsets = set()
         for feature in self._features:
             if feature.offset < start:

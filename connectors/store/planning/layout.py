@@ -17,7 +17,7 @@ from connectors.errors import PlanError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
-from connectors.store.planning.spans import GroupSpans, StorePlan
+from connectors.store.planning.chunks import StoredGroup, StorePlan
 
 # By default, processes on x86-64 and AArch64 have no memory above this address.
 _ADDRESSES = 1 << 48
@@ -34,7 +34,9 @@ def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
 
     ``prove_store`` compares the ranks of one engine; other results give other namespaces.
     """
-    groups = tuple(_stored_group(number, spans, layout.groups[spans.index]) for number, spans in enumerate(plan.stored))
+    groups = tuple(
+        _stored_group(number, stored, layout.groups[stored.index]) for number, stored in enumerate(plan.stored)
+    )
     largest = max(group.block_bytes for group in groups)
     return EngineLayout(
         tp_rank=0,
@@ -46,7 +48,7 @@ def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
 
 
 def stored_part(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
-    groups = tuple(replace(layout.groups[spans.index], index=number) for number, spans in enumerate(plan.stored))
+    groups = tuple(replace(layout.groups[stored.index], index=number) for number, stored in enumerate(plan.stored))
     return replace(layout, groups=groups)
 
 
@@ -80,19 +82,19 @@ def object_bytes(store: EngineLayout) -> tuple[int, ...]:
     return tuple(group.block_bytes for group in store.groups)
 
 
-def _stored_group(number: int, spans: GroupSpans, group: Group) -> Group:
+def _stored_group(number: int, stored: StoredGroup, group: Group) -> Group:
     layers: list[LayerPages] = []
     address = 0
     for pages in group.layers:
-        dense = _dense(address, spans, group, pages)
+        dense = _dense(address, stored, group, pages)
         address += dense.page_bytes
         layers.append(dense)
-    tokens = 1 if spans.is_state else spans.kept_tokens
+    tokens = 1 if stored.is_state else stored.kept_tokens
     return Group(number, group.kind, tokens, group.window_tokens, tuple(layers))
 
 
-def _dense(address: int, spans: GroupSpans, group: Group, pages: LayerPages) -> LayerPages:
-    rows = pages.rows if group.kind is GroupKind.STATE else spans.kept_tokens // group.row_tokens(pages)
+def _dense(address: int, stored: StoredGroup, group: Group, pages: LayerPages) -> LayerPages:
+    rows = pages.rows if group.kind is GroupKind.STATE else stored.kept_tokens // group.row_tokens(pages)
     stripe = rows * pages.row_bytes
     return LayerPages(
         layer=pages.layer,

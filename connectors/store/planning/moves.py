@@ -17,17 +17,17 @@ from connectors.planning.blocks import NULL_BLOCK, Ints, state_position, wanted_
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import GroupKind
 from connectors.planning.plan import PairPlan
+from connectors.store.planning.chunks import StoredGroup, StorePlan
 from connectors.store.planning.prefix import ObjectRef
-from connectors.store.planning.spans import GroupSpans, StorePlan
 
 
-def object_in_blocks(spans: GroupSpans, table: Sequence[int], ref: ObjectRef) -> bool:
-    if spans.is_state:
-        first = state_position(spans.group, ref.end_token)
+def object_in_blocks(stored: StoredGroup, table: Sequence[int], ref: ObjectRef) -> bool:
+    if stored.is_state:
+        first = state_position(stored.group, ref.end_token)
     else:
-        first = (ref.end_token - spans.kept_tokens) // spans.group.block_tokens
-    ids = table[first : (ref.end_token - 1) // spans.group.block_tokens + 1]
-    return len(ids) == (ref.end_token - 1) // spans.group.block_tokens + 1 - first and NULL_BLOCK not in ids
+        first = (ref.end_token - stored.kept_tokens) // stored.group.block_tokens
+    ids = table[first : (ref.end_token - 1) // stored.group.block_tokens + 1]
+    return len(ids) == (ref.end_token - 1) // stored.group.block_tokens + 1 - first and NULL_BLOCK not in ids
 
 
 def store_moves(
@@ -35,24 +35,24 @@ def store_moves(
 ) -> list[Moves]:
     """Copy blocks into the objects in ``addresses``; PlanError if a block has left the window."""
     moves = []
-    for number, spans in enumerate(plan.stored):
-        refs = sorted(ref for ref in addresses if ref.group == spans.index)
+    for number, stored in enumerate(plan.stored):
+        refs = sorted(ref for ref in addresses if ref.group == stored.index)
         if not refs:
             continue
-        table = tables[spans.index]
-        missing = next((ref for ref in refs if not object_in_blocks(spans, table, ref)), None)
+        table = tables[stored.index]
+        missing = next((ref for ref in refs if not object_in_blocks(stored, table, ref)), None)
         if missing is not None:
-            raise PlanError(f"group {spans.index}: blocks before token {missing.end_token} are no longer allocated")
+            raise PlanError(f"group {stored.index}: blocks before token {missing.end_token} are no longer allocated")
         shape = pair.groups[number].shape
         at = np.asarray([addresses[ref] for ref in refs], np.int64)
         ends = np.asarray([ref.end_token for ref in refs], np.int64)
-        if spans.is_state:
-            ids = np.asarray([table[state_position(spans.group, ref.end_token)] for ref in refs], np.int64)
+        if stored.is_state:
+            ids = np.asarray([table[state_position(stored.group, ref.end_token)] for ref in refs], np.int64)
             zeros = np.zeros_like(at)
             moves.append(Moves(number, ids, zeros, at, zeros))
             continue
         parts = np.arange(shape.dst_units, dtype=np.int64)
-        units = ((ends - spans.kept_tokens) // shape.tokens)[:, None] + parts[None, :]
+        units = ((ends - stored.kept_tokens) // shape.tokens)[:, None] + parts[None, :]
         ids = np.asarray(table, np.int64)[(units // shape.src_units).ravel()]
         moves.append(
             Moves(
@@ -82,26 +82,26 @@ def load_moves(
     ``addresses`` lacks a needed object.
     """
     moves: list[Moves] = []
-    for number, spans in enumerate(plan.stored):
-        if full_attention_only and spans.group.kind is not GroupKind.FULL:
+    for number, stored in enumerate(plan.stored):
+        if full_attention_only and stored.group.kind is not GroupKind.FULL:
             continue
-        table, shape = tables[spans.index], pair.groups[number].shape
-        blocks = wanted_blocks(spans.group, table, start_token, end_token)
+        table, shape = tables[stored.index], pair.groups[number].shape
+        blocks = wanted_blocks(stored.group, table, start_token, end_token)
         if not len(blocks):
             continue
-        if spans.is_state:
-            at = np.asarray([_address(addresses, ObjectRef(end_token, spans.index))], np.int64)
+        if stored.is_state:
+            at = np.asarray([_address(addresses, ObjectRef(end_token, stored.index))], np.int64)
             zeros = np.zeros_like(at)
             moves.append(Moves(number, at, zeros, blocks.ids, zeros))
             continue
         parts = np.arange(shape.dst_units, dtype=np.int64)
         units = (blocks.positions[:, None] * shape.dst_units + parts[None, :]).ravel()
         token = units * shape.tokens
-        ends = (token // spans.span_tokens + 1) * spans.span_tokens
-        inside = token - (ends - spans.kept_tokens)
+        ends = (token // plan.chunk_tokens + 1) * plan.chunk_tokens
+        inside = token - (ends - stored.kept_tokens)
         # A window's first block may begin before the kept tokens: attention does not read those.
         wanted = (token < end_token) & (inside >= 0)
-        at, which = _addresses(addresses, spans.index, ends[wanted])
+        at, which = _addresses(addresses, stored.index, ends[wanted])
         moves.append(
             Moves(
                 number,

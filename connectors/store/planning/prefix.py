@@ -10,12 +10,12 @@ kept_tokens, end_token)``, or the state after ``end_token`` tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass
 
 from connectors.planning.blocks import first_needed_token
 from connectors.planning.layout import GroupKind
-from connectors.store.planning.spans import GroupSpans, StorePlan
+from connectors.store.planning.chunks import StoredGroup, StorePlan
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -29,18 +29,10 @@ def completed_objects(plan: StorePlan, before_tokens: int, after_tokens: int) ->
 
     A state exists only between two steps, so ``after_tokens`` must be its object's end.
     """
-    refs = []
-    for group in plan.stored:
-        if group.is_state:
-            if before_tokens < after_tokens and after_tokens % group.span_tokens == 0:
-                refs.append(ObjectRef(after_tokens, group.index))
-            continue
-        first = before_tokens // group.span_tokens + 1
-        refs += [
-            ObjectRef(number * group.span_tokens, group.index)
-            for number in range(first, after_tokens // group.span_tokens + 1)
-        ]
-    return sorted(refs)
+    ends = resume_points(plan, before_tokens, after_tokens)[::-1]
+    return [
+        ObjectRef(end, each.index) for end in ends for each in plan.stored if not each.is_state or end == after_tokens
+    ]
 
 
 def needed_objects(plan: StorePlan, start_token: int, end_token: int) -> list[ObjectRef]:
@@ -48,64 +40,57 @@ def needed_objects(plan: StorePlan, start_token: int, end_token: int) -> list[Ob
 
     A load begins at the start of a block, so it also needs objects of this block's first tokens.
     """
-    refs = [
-        ObjectRef(end, group.index)
-        for group in plan.stored
-        if start_token < end_token
-        for end in _needed_ends(group, start_token, end_token)
-    ]
-    return sorted(refs)
+    if start_token >= end_token:
+        return []
+    return sorted(
+        ObjectRef(end, each.index) for each in plan.stored for end in _ends(plan, each, start_token, end_token)
+    )
 
 
-def _needed_ends(group: GroupSpans, start_token: int, end_token: int) -> Iterator[int]:
-    if group.is_state:
-        yield end_token
-        return
-    first_needed = first_needed_token(group.group, end_token)
-    if first_needed >= end_token:
-        return
-    block = group.group.block_tokens
-    first = max(first_needed // block * block, start_token // block * block)
-    span = group.span_tokens
-    yield from range((first // span + 1) * span, -(-end_token // span) * span + 1, span)
-
-
-def resume_points(plan: StorePlan, start_token: int, limit_token: int) -> Iterator[int]:
-    """The largest first: ends of chunks and, unless ``only_chunk_ends``, of all groups' spans."""
+def resume_points(plan: StorePlan, start_token: int, limit_token: int) -> range:
+    """Ends of chunks, the largest first."""
     chunk = plan.chunk_tokens
-    points = set(range((start_token // chunk + 1) * chunk, limit_token + 1, chunk))
-    if not plan.only_chunk_ends:
-        for group in plan.groups:
-            span = group.span_tokens
-            points |= set(range((start_token // span + 1) * span, limit_token + 1, span))
-    yield from sorted(points, reverse=True)
+    return range(limit_token // chunk * chunk, start_token, -chunk)
 
 
 def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
     """Return the largest token at which a request can resume; ``start_token`` without one."""
     for group in plan.full_attention.groups:
-        limit_token = min(limit_token, _covered(group, present, start_token, limit_token))
+        limit_token = min(limit_token, _covered(plan, group, present, start_token, limit_token))
     others = _not_full(plan)
     for point in resume_points(plan, start_token, limit_token):
-        if all(ObjectRef(end, g.index) in present for g in others for end in _needed_ends(g, start_token, point)):
+        if all(
+            ObjectRef(end, each.index) in present for each in others for end in _ends(plan, each, start_token, point)
+        ):
             return point
     return start_token
 
 
 def possible_objects(plan: StorePlan, start_token: int, limit_token: int) -> list[ObjectRef]:
-    points = list(resume_points(plan, start_token, limit_token))
+    points = resume_points(plan, start_token, limit_token)
     refs = set(needed_objects(plan.full_attention, start_token, points[0])) if points else set()
     for group in _not_full(plan):
-        refs.update(ObjectRef(end, group.index) for point in points for end in _needed_ends(group, start_token, point))
+        refs.update(ObjectRef(end, group.index) for at in points for end in _ends(plan, group, start_token, at))
     return sorted(refs)
 
 
-def _not_full(plan: StorePlan) -> list[GroupSpans]:
+def _ends(plan: StorePlan, group: StoredGroup, start_token: int, end_token: int) -> range:
+    """Ends of the group's objects that a resume at ``end_token``, the end of a chunk, needs."""
+    if group.is_state:
+        return range(end_token, end_token + 1)
+    block, chunk, first_needed = group.group.block_tokens, plan.chunk_tokens, first_needed_token(group.group, end_token)
+    if first_needed >= end_token:
+        return range(0)
+    first = max(first_needed, start_token) // block * block
+    return range((first // chunk + 1) * chunk, end_token + 1, chunk)
+
+
+def _not_full(plan: StorePlan) -> list[StoredGroup]:
     return [group for group in plan.stored if group.group.kind is not GroupKind.FULL]
 
 
-def _covered(group: GroupSpans, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
-    for end in _needed_ends(group, start_token, limit_token):
+def _covered(plan: StorePlan, group: StoredGroup, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
+    for end in _ends(plan, group, start_token, limit_token):
         if ObjectRef(end, group.index) not in present:
-            return max(start_token, end - group.span_tokens)
+            return max(start_token, end - plan.chunk_tokens)
     return limit_token

@@ -8,8 +8,8 @@ from typing import Any
 
 from connectors.errors import ConfigurationError, StoreError
 from connectors.store.keys.names import namespace
+from connectors.store.planning.chunks import plan_store
 from connectors.store.planning.layout import object_bytes, prove_store
-from connectors.store.planning.spans import plan_store
 from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.folder import FolderTier
@@ -27,11 +27,9 @@ def open_store(settings: StoreSettings, max_model_len: int, rank_caches: Sequenc
             "dtype or vLLM version); make the model's files equal on all hosts, and restart the engine"
         )
     plan = plan_store(rank_caches[0].layout.groups, settings.chunk_tokens, max_model_len)
-    for warning in plan.warnings:
-        logger.warning("Tandem: %s", warning)
     layout = prove_store(plan, [rank_cache.layout for rank_cache in rank_caches])
     space = namespace(rank_caches[0].model, plan, layout)
-    sizes = dict(zip((spans.index for spans in plan.stored), object_bytes(layout), strict=True))
+    sizes = dict(zip((each.index for each in plan.stored), object_bytes(layout), strict=True))
     tiers = [
         FolderTier(folder, budget, durable=label == "disk", label=label) for label, folder, budget in settings.tiers
     ]
@@ -68,7 +66,7 @@ def check_sizes(sizes: Collection[int], settings: StoreSettings) -> None:
 
 def describe_store(store: KVStore) -> dict[str, Any] | None:
     """Return the ``EngineStore`` (``actors/policy/prefixes.py``) of the slowest, largest tier."""
-    slowest, plan = store.tiers[-1].folder, store.plan
+    slowest = store.tiers[-1].folder
     try:
         folder = slowest.id()
     except (StoreError, OSError) as error:
@@ -76,9 +74,9 @@ def describe_store(store: KVStore) -> dict[str, Any] | None:
             "Tandem: cannot read the id of the KV store in %s, so routers ignore the store: %s", slowest.path, error
         )
         return None
-    token_bytes = sum(store.sizes[spans.index] / spans.span_tokens for spans in plan.stored)
+    chunk_tokens = store.plan.chunk_tokens
     return {
         "id": f"{folder}-{store.space.hex()}",
-        "tokens": int(slowest.budget_bytes / token_bytes),
-        "chunk_tokens": plan.chunk_tokens,
+        "tokens": slowest.budget_bytes * chunk_tokens // sum(store.sizes.values()),
+        "chunk_tokens": chunk_tokens,
     }

@@ -31,9 +31,8 @@ class Transferred:
         self._start_token = start_token
         self._end_token = end_token
         self._failed = False
-        groups = store.plan.full_attention.groups
-        per_token = sum(store.sizes[each.index] / each.span_tokens for each in groups)
-        self._size_bytes = int(per_token * (end_token - start_token))
+        chunk_bytes = sum(store.sizes[each.index] for each in store.plan.full_attention.groups)
+        self._size_bytes = chunk_bytes * (end_token - start_token) // store.plan.chunk_tokens
         # Start of the transfer; None after its success.
         self._asked_at: float | None = time.monotonic()
 
@@ -62,10 +61,10 @@ class Transferred:
         does not send tokens of a window's first block that attention at its end does not read. Call
         after ``take_objects``.
         """
-        spans = self._store.plan.groups[ref.group]
-        if self._failed or spans.group.kind not in WINDOWED:
+        stored = self._store.plan.groups[ref.group]
+        if self._failed or stored.group.kind not in WINDOWED:
             return True
-        return ref.end_token - spans.kept_tokens >= first_needed_token(spans.group, self._end_token)
+        return ref.end_token - stored.kept_tokens >= first_needed_token(stored.group, self._end_token)
 
 
 @dataclass(slots=True, eq=False)

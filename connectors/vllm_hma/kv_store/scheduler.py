@@ -113,7 +113,7 @@ class StoreScheduler:
         ):
             return
         features = [Feature(each.identifier, each.mm_position.offset) for each in request.mm_features]
-        chain = PrefixChain(self.store.space, self.store.plan.spans, identity, request.cache_salt, features)
+        chain = PrefixChain(self.store.space, self.store.plan.chunk_tokens, identity, request.cache_salt, features)
         self._requests[request.request_id] = StoreRequest(request, chain)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:

@@ -21,10 +21,10 @@ from connectors.planning.layout import EngineLayout
 from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.store.copying import HostCopies
 from connectors.store.device_copies import DeviceCopies
+from connectors.store.planning.chunks import StorePlan, plan_store
 from connectors.store.planning.layout import RankPlans, plan_rank
 from connectors.store.planning.moves import load_moves, store_moves
 from connectors.store.planning.prefix import ObjectRef
-from connectors.store.planning.spans import StorePlan, plan_store
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.staging import AttachedStaging
 from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreReport

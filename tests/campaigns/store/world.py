@@ -23,8 +23,8 @@ import numpy as np
 
 from connectors.store.fetch import Fetch
 from connectors.store.keys.names import PrefixChain
+from connectors.store.planning.chunks import StorePlan, plan_store
 from connectors.store.planning.prefix import ObjectRef, completed_objects, possible_objects
-from connectors.store.planning.spans import StorePlan, plan_store
 from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.files import Files
@@ -213,7 +213,7 @@ class World:
         ids: list[int] = []
         while len(ids) < tokens:
             ids += [rng.randrange(3)] * CHUNK
-        chain = PrefixChain(SPACES[space], self.plan.spans)
+        chain = PrefixChain(SPACES[space], CHUNK)
         chain.extend(ids[:tokens])
         refs = {
             ref for end in range(CHUNK, tokens + 1, CHUNK) for ref in completed_objects(self.plan, end - CHUNK, end)

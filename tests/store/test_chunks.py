@@ -1,4 +1,4 @@
-"""Division of groups into objects: tables computed by hand, and every configuration error."""
+"""Objects of chunks: tables computed by hand, and every configuration error."""
 
 from __future__ import annotations
 
@@ -6,56 +6,9 @@ import pytest
 
 from connectors.errors import ConfigurationError
 from connectors.planning.layout import Group, GroupKind
+from connectors.store.planning.chunks import plan_store
 from connectors.store.planning.prefix import ObjectRef, completed_objects, needed_objects, usable_prefix
-from connectors.store.planning.spans import plan_store
-from tests.store.groups import FIVE, chunked, group, sliding, state
-
-# A kernel that packs a whole block of 1,056 tokens, beside a state: Mamba models on accelerators.
-MAMBA = (group(0, 1056, row_tokens=1056), state(1))
-
-
-def test_five_packed_groups_are_stored_whole_where_the_chunk_cuts_their_blocks() -> None:
-    """A chunk of 64 divides the small blocks and not the largest."""
-    packed = tuple(group(each.index, each.block_tokens, row_tokens=each.block_tokens) for each in FIVE)
-    plan = plan_store(packed, 64, 4096)
-    assert [each.span_tokens for each in plan.groups] == [256, 64, 64, 64, 64]
-    assert [each.whole for each in plan.groups] == [True, False, False, False, False]
-    assert len(plan.warnings) == 1
-    assert plan.spans == (64, 256)
-    assert plan.first_tokens == 256
-    assert completed_objects(plan, 192, 256) == [ObjectRef(256, g) for g in range(5)]
-    assert completed_objects(plan, 64, 192) == [ObjectRef(end, g) for end in (128, 192) for g in (1, 2, 3, 4)]
-    # 320 tokens of the small groups do not help, because the large one has 256.
-    present = {*completed_objects(plan, 0, 320)}
-    assert usable_prefix(plan, present, 0, 1000) == 256
-    assert needed_objects(plan, 0, 256) == sorted(present - {ObjectRef(320, g) for g in (1, 2, 3, 4)})
-
-
-def test_mamba_beside_attention_of_1056_tokens() -> None:
-    """Attention needs its whole row of 1,056 tokens; the state exists at chunk ends at which a
-    step ends.
-    """
-    plan = plan_store(MAMBA, 256, 8192)
-    assert len(plan.warnings) == 1
-    assert [(each.span_tokens, each.kept_tokens) for each in plan.groups] == [(1056, 1056), (256, 0)]
-    assert plan.spans == (256, 1056)
-    # Steps end at 512, 1024 (chunk ends), 1100 (not a chunk end) and 1280.
-    table = {
-        (0, 512): [ObjectRef(512, 1)],
-        (512, 1024): [ObjectRef(1024, 1)],
-        (1024, 1100): [ObjectRef(1056, 0)],
-        (1100, 1280): [ObjectRef(1280, 1)],
-        (0, 2112): [ObjectRef(1056, 0), ObjectRef(2112, 0)],
-        (1024, 2304): [ObjectRef(1056, 0), ObjectRef(2112, 0), ObjectRef(2304, 1)],
-    }
-    for (before, after), refs in table.items():
-        assert completed_objects(plan, before, after) == refs
-    # At 1,280 attention would need 2,112 tokens; at 1,024 its first row covers the prefix.
-    present = {ObjectRef(512, 1), ObjectRef(1024, 1), ObjectRef(1280, 1), ObjectRef(1056, 0)}
-    assert usable_prefix(plan, present, 0, 2000) == 1024
-    assert needed_objects(plan, 0, 1024) == [ObjectRef(1024, 1), ObjectRef(1056, 0)]
-    assert usable_prefix(plan, present - {ObjectRef(1024, 1)}, 0, 2000) == 512
-    assert usable_prefix(plan, present - {ObjectRef(1056, 0)}, 0, 2000) == 0
+from tests.store.groups import chunked, group, sliding, state
 
 
 def test_windows_shorter_than_a_chunk_keep_the_end_of_it() -> None:
@@ -64,7 +17,7 @@ def test_windows_shorter_than_a_chunk_keep_the_end_of_it() -> None:
     Attention at 512 sees tokens 385 to 511.
     """
     plan = plan_store((sliding(0, 16, 128), group(1, 16)), 512, 4096)
-    assert [(each.span_tokens, each.kept_tokens) for each in plan.groups] == [(512, 128), (512, 512)]
+    assert [each.kept_tokens for each in plan.groups] == [128, 512]
     # Only the last window is needed to resume, and all of full attention.
     assert needed_objects(plan, 0, 1536) == [
         ObjectRef(512, 1),
@@ -144,8 +97,9 @@ FULL = (group(0, 16),)
     [
         ((), 256, 4096, "no KV cache groups"),
         ((chunked(0, 16, 256),), 512, 4096, "multiples of 512"),
-        (FULL, 256, 256, "max_model_len of at least 257, or chunk_tokens"),
-        (MAMBA, 256, 1056, "max_model_len of at least 1057$"),
+        (FULL, 256, 256, "max_model_len of at least 257"),
+        # A kernel that packs a whole block of 1,056 tokens, beside a state: Mamba on accelerators.
+        ((group(0, 1056, row_tokens=1056), state(1)), 256, 4096, "chunk_tokens to a multiple of 1056"),
         ((sliding(0, 96, 128),), 768, 4096, "divisor of 128, or chunk_tokens to at most 128"),
     ],
 )
