@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,8 +20,6 @@ from connectors.store.tiers.objects import DIGEST_BYTES
 from connectors.store.tiers.open_folder import OpenFolder
 from tests.campaigns.store.world import held
 from tests.store.folder_objects import BLOCK, disk_bytes, file_of, holds, name, payload, soon, write
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -230,16 +226,11 @@ def test_a_disk_full_of_other_files_keeps_most_objects(tmp_path: Path) -> None:
 # ---- the usage file ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "data", [None, b"", b"garbage", bytes(40), bytes(range(40, 80))], ids=["gone", "empty", "short", "zeros", "other"]
-)
-def test_a_damaged_usage_file_is_counted_again(tier: FolderTier, data: bytes | None) -> None:
+@pytest.mark.parametrize("data", [b"", b"garbage", bytes(40), bytes(range(40, 80))], ids=repr)
+def test_a_damaged_usage_file_is_counted_again(tier: FolderTier, data: bytes) -> None:
     for number in range(5):
         write(tier, number)
-    if data is None:
-        (tier.path / "usage").unlink()
-    else:
-        (tier.path / "usage").write_bytes(data)
+    (tier.path / "usage").write_bytes(data)
     assert tier.used_bytes(soon()) == disk_bytes(tier) == 5 * BLOCK
 
 
@@ -383,36 +374,18 @@ def test_two_processes_may_start_on_a_new_path(tmp_path: Path, monkeypatch: pyte
 
 
 def test_two_writers_of_one_object_count_it_once(tier: FolderTier) -> None:
+    """A process that starts removes files of dead writers, and no others."""
+
     class Overtaken(Files):
         def write(self, *arguments: Any) -> None:
             super().write(*arguments)
             assert write(FolderTier(tier.path, tier.budget_bytes, durable=False), 1)
 
+    (tier.path / "parts" / "dead").touch()
     tier.files = Overtaken()
     assert not write(tier, 1)
     assert tier.used_bytes(soon()) == disk_bytes(tier) == BLOCK
-
-
-KILLED = """
-import os, sys
-from pathlib import Path
-from connectors.store.tiers.files import Files
-from connectors.store.tiers.folder import FolderTier
-from tests.store.folder_objects import BLOCK, write
-class Killed(Files):
-    def create(self, *arguments):
-        super().create(*arguments)
-        os._exit(0)
-write(FolderTier(Path(sys.argv[1]), 30 * BLOCK, files=Killed()), 2)
-"""
-
-
-def test_a_process_killed_between_a_file_and_its_count_is_counted(tier: FolderTier) -> None:
-    write(tier, 1)
-    assert tier.used_bytes(soon()) == BLOCK
-    subprocess.run([sys.executable, "-c", KILLED, str(tier.path)], cwd=ROOT, check=True)
-    assert len(list((tier.path / "parts").iterdir())) == 1
-    assert tier.used_bytes(soon()) == disk_bytes(tier) == BLOCK
+    assert list((tier.path / "parts").iterdir()) == []
 
 
 def test_a_writer_that_stops_with_the_lock_costs_others_their_deadline_only(tier: FolderTier) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,33 +28,17 @@ def folder_id(path: Path) -> str:
     return FolderTier(path, 1 << 20).id()
 
 
-def test_a_folder_keeps_its_id(tmp_path: Path) -> None:
-    """Its engines end and start; another folder has another id."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    found = folder_id(first)
+@pytest.mark.parametrize("content", [None, b"", b"0123", bytes(32), b"g" * 32, b"0" * 33], ids=repr)
+def test_a_folder_keeps_its_id(tmp_path: Path, content: bytes | None) -> None:
+    """Engines ask at once, and find a new folder, or a marker without an id."""
+    first = tmp_path / "first"
+    if content is not None:
+        FolderTier(first, 1 << 20)
+        (first / MARKER).write_bytes(content)
+    with ThreadPoolExecutor(4) as threads:
+        (found,) = set(threads.map(folder_id, [first] * 4))
     assert re.fullmatch("[0-9a-f]{32}", found)
-    assert folder_id(first) == found != folder_id(second)
-
-
-def test_processes_that_ask_at_once_get_one_id(tmp_path: Path) -> None:
-    ask = (
-        "import sys; from pathlib import Path; from connectors.store.tiers.folder import FolderTier; "
-        "sys.stdin.readline(); print(FolderTier(Path(sys.argv[1]), 1 << 20).id())"
-    )
-    command = [sys.executable, "-c", ask, str(tmp_path / "tier")]
-    pipe = subprocess.PIPE
-    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4)]
-    answers = [process.communicate("\n", timeout=60)[0] for process in processes]
-    assert set(answers) == {folder_id(tmp_path / "tier") + "\n"}
-
-
-@pytest.mark.parametrize("content", [b"0123", bytes(32), b"g" * 32, b"0" * 33], ids=repr)
-def test_a_marker_without_an_id_gets_one(tmp_path: Path, content: bytes) -> None:
-    FolderTier(tmp_path / "tier", 1 << 20)
-    (tmp_path / "tier" / MARKER).write_bytes(content)
-    found = folder_id(tmp_path / "tier")
-    assert re.fullmatch("[0-9a-f]{32}", found)
-    assert folder_id(tmp_path / "tier") == found
+    assert folder_id(first) == found != folder_id(tmp_path / "second")
 
 
 def test_engines_describe_their_store_to_routers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

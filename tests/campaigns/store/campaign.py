@@ -51,7 +51,7 @@ def run(root: Path, memory: Path, seed: int, faults: int, without: frozenset[str
         ("file descriptors", process.num_fds() - descriptors, 0),
     ):
         if more > most:
-            world.outcome.leaked.append(f"{more} {what} are left")
+            world.outcome.problems.append(f"{more} {what} are left")
     return world.outcome
 
 
@@ -59,10 +59,8 @@ def store_faults(report: Report, *, count: int = 10_000, seed: int = 1) -> None:
     """No answer may be wrong, no wait too long, and nothing may be left."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         outcome = run(report.folder, Path(memory), seed, count)
-    found = {"wrong": outcome.wrong, "late": outcome.late, "over budget": outcome.over_budget, "leaked": outcome.leaked}
-    for kind, findings in found.items():
-        for one in findings[:20]:
-            report.problem(f"{kind}: {one}")
+    for problem in outcome.problems[:50]:
+        report.problem(problem)
     loaded = f"{outcome.hit_tokens / max(1, outcome.tokens):.0%}"
     report.row(faults=outcome.faults, counts=outcome.counts, requests=outcome.requests, tokens_loaded=loaded,
                longest_wait_s=round(outcome.longest_wait_s, 2))  # fmt: skip

@@ -1,7 +1,7 @@
 """A host with two engines' stores, without engines: prompts, right content of objects, and checks.
 
 The content of an object follows from its name, so every byte that a request would use can be
-checked. Two stores share a disk path and a memory path; a third belongs to other weights.
+checked. The stores share a disk path and a memory path.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,13 +31,12 @@ from connectors.store.settings import StoreSettings
 from connectors.store.tiers.files import Files
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
-from connectors.store.tiers.open_folder import OpenFolder
 from connectors.store.tiers.staging import Staging
 from tests.store.groups import group, sliding, state
 
 CHUNK = 128
 SIZES = {0: 9000, 1: 3000, 2: 700}
-SPACES = (b"the model's own!", b"other weights!!!")
+SPACE = b"the model's own!"
 DISK_BUDGET, MEMORY_BUDGET, STAGING = 120 * 12288, 40 * 12288, 96 * 12288
 LIMITS = StoreSettings(lookup_s=0.02, load_s=0.25, store_s=0.5)
 # A busy machine wakes a thread late; a wait without a deadline would last forever.
@@ -44,8 +44,20 @@ SLACK_S = 2.0
 STEP_TOKENS = CHUNK
 
 
+def _passing(call: str) -> Any:
+    real = getattr(Files, call)
+
+    def method(self: FaultyFiles, *arguments: Any) -> Any:
+        self._pass(call)
+        return real(self, *arguments)
+
+    return method
+
+
 class FaultyFiles(Files):
     """System calls that hang, or fail for lack of space, on demand."""
+
+    find, read, create, publish = map(_passing, ("find", "read", "create", "publish"))
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -54,29 +66,11 @@ class FaultyFiles(Files):
         self.full: frozenset[str] = frozenset()
         self.waiting = 0
 
-    def find(self, folder: OpenFolder, name: str) -> None:
-        self._pass("find")
-        super().find(folder, name)
-
-    def read(
-        self, folder: OpenFolder, name: str, payload: memoryview, piece_read: Callable[[memoryview], None]
-    ) -> tuple[bytes, os.stat_result]:
-        self._pass("read")
-        return super().read(folder, name, payload, piece_read)
-
-    def create(self, folder: OpenFolder, name: str, size_bytes: int) -> int:
-        self._pass("create")
-        return super().create(folder, name, size_bytes)
-
     def write(self, fd: int, digest: bytes, payload: memoryview, sync: bool) -> None:
         if "write" in self.full:
             super().write(fd, digest, payload[: payload.nbytes // 2], sync)
         self._pass("write")
         super().write(fd, digest, payload, sync)
-
-    def publish(self, parts: OpenFolder, part: str, folder: OpenFolder, name: str) -> None:
-        self._pass("publish")
-        super().publish(parts, part, folder, name)
 
     def hang(self, *calls: str) -> None:
         self.hanging = frozenset(calls)
@@ -110,10 +104,6 @@ class Engine:
     files: FaultyFiles
     number: int = 0
 
-    @property
-    def space(self) -> bytes:
-        return self.store.space
-
 
 @dataclass
 class Outcome:
@@ -122,17 +112,10 @@ class Outcome:
     requests: int = 0
     hit_tokens: int = 0
     tokens: int = 0
-    wrong: list[str] = field(default_factory=list)
-    late: list[str] = field(default_factory=list)
-    over_budget: list[str] = field(default_factory=list)
-    leaked: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     longest_wait_s: float = 0.0
-
-    @property
-    def right(self) -> bool:
-        return not (self.wrong or self.late or self.over_budget or self.leaked)
 
 
 def content(name: ObjectName, size: int) -> bytes:
@@ -168,16 +151,14 @@ def bytes_on_disk(root: Path) -> int:
 
 
 class World:
-    """Engines 0 and 1 share both paths; engine 2 has other weights."""
-
     def __init__(self, root: Path, memory: Path, seed: int) -> None:
         self.random = random.Random(seed)
         self.disk, self.memory = root / "disk", memory / "memory"
         self.root, self.shared = root, memory
         self.plan = store_plan()
         self.outcome = Outcome()
-        self.engines = [self._start(number) for number in range(3)]
-        self.prompts = [self._prompt(space) for space in (0, 0, 1) for _ in range(14)]
+        self.engines = [self._start(number) for number in range(2)]
+        self.prompts = [self._prompt() for _ in range(28)]
 
     # ---- engines --------------------------------------------------------------------------------
 
@@ -188,7 +169,7 @@ class World:
             FolderTier(self.disk, DISK_BUDGET, durable=False, files=files, label="disk"),
         ]
         staging = Staging(STAGING, self.shared)
-        store = KVStore(self.plan, SPACES[number == 2], SIZES, tiers, staging, LIMITS)
+        store = KVStore(self.plan, SPACE, SIZES, tiers, staging, LIMITS)
         return Engine(store, files, number)
 
     def restart(self, number: int) -> None:
@@ -206,29 +187,24 @@ class World:
         for engine in self.engines:
             engine.files.heal()
 
-    def _prompt(self, space: int) -> Prompt:
+    def _prompt(self) -> Prompt:
         """Return up to eight chunks, often with a common prefix with other prompts."""
         rng = self.random
         tokens = rng.randrange(1, 9) * CHUNK + rng.randrange(1, CHUNK)
         ids: list[int] = []
         while len(ids) < tokens:
             ids += [rng.randrange(3)] * CHUNK
-        chain = PrefixChain(SPACES[space], CHUNK)
+        chain = PrefixChain(SPACE, CHUNK)
         chain.extend(ids[:tokens])
-        refs = {
-            ref for end in range(CHUNK, tokens + 1, CHUNK) for ref in completed_objects(self.plan, end - CHUNK, end)
-        }
-        refs.update(possible_objects(self.plan, 0, tokens - 1))
-        names = {ref: ObjectName(SPACES[space], chain.key(ref), ref.end_token) for ref in refs}
-        return Prompt(tokens, names)
+        refs = possible_objects(self.plan, 0, tokens)
+        return Prompt(tokens, {ref: ObjectName(SPACE, chain.key(ref), ref.end_token) for ref in refs})
 
     # ---- requests -------------------------------------------------------------------------------
 
     def ask(self, number: int) -> None:
         """Run one request: load from the store, check every byte, and store the rest."""
         engine = self.engines[number]
-        mine = self.prompts[28:] if number == 2 else self.prompts[:28]
-        prompt = self.random.choice(mine)
+        prompt = self.random.choice(self.prompts)
         start = self.random.choice((0, 0, CHUNK))
         start = start if start < prompt.tokens else 0
         request = f"request {self.outcome.requests}"
@@ -242,7 +218,7 @@ class World:
         began = time.monotonic()
         while not fetch.poll():
             if time.monotonic() - began > LIMITS.load_s + SLACK_S:
-                self.outcome.late.append(f"{request}: no end after {time.monotonic() - began:.1f} s")
+                self.outcome.problems.append(f"{request}: no end after {time.monotonic() - began:.1f} s")
                 fetch.close()
                 return
             time.sleep(0.0002)
@@ -251,7 +227,7 @@ class World:
         for ref, offset in fetch.offsets.items():
             size = SIZES[ref.group]
             if bytes(engine.store.staging.view(offset, size)) != content(prompt.names[ref], size):
-                self.outcome.wrong.append(f"{request}: {ref} is not what was stored")
+                self.outcome.problems.append(f"{request}: {ref} is not what was stored")
         fetch.close()
         self._compute(engine, prompt, fetch.end_token)
 
@@ -283,7 +259,7 @@ class World:
         for root, budget in ((self.disk, DISK_BUDGET), (self.memory, MEMORY_BUDGET)):
             size = bytes_on_disk(root)
             if size > budget:
-                self.outcome.over_budget.append(f"{root.name}: {size} of {budget} bytes")
+                self.outcome.problems.append(f"{root.name}: {size} bytes exceed the budget of {budget}")
 
     def settle(self) -> None:
         """End all faults, and check that every store becomes idle and holds no staging."""
@@ -293,8 +269,8 @@ class World:
             while not engine.store.idle() and time.monotonic() < until:
                 time.sleep(0.005)
             if engine.store.staging.used_bytes:
-                self.outcome.leaked.append(
-                    f"engine {engine.number}: {engine.store.staging.used_bytes} bytes of staging"
+                self.outcome.problems.append(
+                    f"engine {engine.number}: {engine.store.staging.used_bytes} bytes of staging are left"
                 )
 
     def close(self) -> None:
@@ -308,5 +284,5 @@ class World:
             tier.open()
             parts = list((root / "parts").iterdir())
             if parts:
-                self.outcome.leaked.append(f"{root.name}: {len(parts)} unfinished files")
+                self.outcome.problems.append(f"{root.name}: {len(parts)} unfinished files are left")
         self.check_budget()
