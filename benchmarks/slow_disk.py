@@ -83,11 +83,11 @@ def _obey_modes() -> None:
             always.add(fetch)
         return fetch
 
-    def obey(self: Fetch, now: float) -> None:
+    def obey(self: Fetch) -> None:
         if self in always:
             self._fit()
         else:
-            decide(self, now)
+            decide(self)
 
     StoreScheduler._begin_fetch = begin_fetch  # type: ignore[method-assign]
     Fetch._decide = obey  # type: ignore[method-assign]

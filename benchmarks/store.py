@@ -39,8 +39,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from benchmarks.engines import random_prompt, start_side, transfer_config
 from benchmarks.report import ratios, read, summary, turns, write
 from benchmarks.store_conversation import conversation
+from connectors.store.keys.names import ObjectName
 from connectors.store.tiers.folder import FolderTier
-from connectors.store.tiers.objects import ObjectName
 from testing.legs import Leg, leg
 from testing.models import benchmark_gemma3
 

@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from connectors.store.keys.names import ObjectName
 from connectors.store.planning.prefix import ObjectRef, needed_objects, resume_points, usable_prefix
 from connectors.store.service import KVStore
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import Call
-from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import slot_bytes
 
 
@@ -71,10 +71,9 @@ class Fetch:
         self._slowest = 0
         # Time from which the fetch waits for bytes of a tier.
         self._read_at = self.began_at
-        # How long only the fetch may delay the request, known after the lookups; since when.
+        # How long only the fetch may delay the request, after the lookups; since when.
         self._patience_s = math.inf
         self._ready_at: float | None = None
-        self._decided_at = 0.0
         self._queued = False
         self._candidates = list(names)
         self._looking = True
@@ -103,10 +102,9 @@ class Fetch:
         self._queued = queued
         now = time.monotonic()
         self._advance(now)
-        if not self.over and not queued:
+        if not (self.over or self._looking or queued):
             self._ready_at = now if self._ready_at is None else self._ready_at
-            # A step may lie between the first poll and the start of the reads.
-            if now - max(self._ready_at, self._decided_at) >= self._patience_s:
+            if now - self._ready_at >= self._patience_s:
                 self._end_late(now)
         return self.over
 
@@ -159,11 +157,11 @@ class Fetch:
                 self._store.count_problem("late_lookup")
         self._looking, self._usable = False, set(self._tiers)
         self._choose()
-        self._decide(now)
+        self._decide()
 
-    def _decide(self, now: float) -> None:
+    def _decide(self) -> None:
         self._fit()
-        costs, sizes, self._decided_at = self._store.costs, Counter[str](), now
+        costs, sizes = self._store.costs, Counter[str]()
         for ref in self._needed():
             sizes[self._store.tiers[self._tiers[ref]].label] += self._store.sizes[ref.group]
         if not sizes or (self._store.settings.always_load and not self.beside_transfer):

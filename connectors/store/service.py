@@ -15,13 +15,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
+from connectors.store.keys.names import ObjectName
 from connectors.store.load_costs import LoadCosts
 from connectors.store.planning.chunks import StorePlan
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import Call, Lane
-from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging, slot_bytes
 
 _QUEUED_LOOKUPS, _QUEUED_READS, _QUEUED_WRITES = 256, 1024, 256

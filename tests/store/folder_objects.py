@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from connectors.store.keys.names import DIGEST_BYTES, ObjectName
 from connectors.store.tiers.folder import FolderTier
-from connectors.store.tiers.objects import DIGEST_BYTES, ObjectName
 
 SPACE = b"a" * 16
 PAYLOAD = 4096 - DIGEST_BYTES

@@ -11,13 +11,13 @@ import pytest
 from connectors.errors import StoreError
 from connectors.store import service
 from connectors.store.fetch import Fetch
+from connectors.store.keys.names import ObjectName
 from connectors.store.planning.chunks import StorePlan
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import Call, Lane
-from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging
 
 SPACE = bytes(16)

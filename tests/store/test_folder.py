@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from connectors.errors import ConfigurationError, CorruptObjectError, StoreError
+from connectors.store.keys.names import DIGEST_BYTES
 from connectors.store.tiers import folder
 from connectors.store.tiers.files import PIECE_BYTES, Files
 from connectors.store.tiers.folder import FolderTier
-from connectors.store.tiers.objects import DIGEST_BYTES
 from connectors.store.tiers.open_folder import OpenFolder
 from tests.campaigns.store.world import held
 from tests.store.folder_objects import BLOCK, disk_bytes, file_of, holds, name, payload, soon, write
@@ -81,7 +81,7 @@ def test_the_budget_is_never_exceeded(tmp_path: Path) -> None:
         write(tier, number)
         assert disk_bytes(tier) <= tier.budget_bytes
         assert tier.used_bytes(soon()) == disk_bytes(tier)
-    assert [number for number in range(50) if holds(tier, number)] == list(range(40, 50))
+    assert stored(tier, 50) == list(range(40, 50))
     with pytest.raises(StoreError, match="exceed the budget"):
         write(tier, 99, size=11 * BLOCK)
 
@@ -103,12 +103,8 @@ def used(tier: FolderTier, number: int, seconds_ago: float) -> None:
     os.utime(file_of(tier, number), (time.time() - seconds_ago, time.time() - seconds_ago))
 
 
-def kept_after_each_write(tier: FolderTier, numbers: range, among: int) -> list[list[int]]:
-    kept = []
-    for number in numbers:
-        assert write(tier, number)
-        kept.append([each for each in range(among) if file_of(tier, each).exists()])
-    return kept
+def stored(tier: FolderTier, among: int) -> list[int]:
+    return [number for number in range(among) if file_of(tier, number).exists()]
 
 
 def test_the_least_recently_used_objects_go_first(tmp_path: Path) -> None:
@@ -120,7 +116,9 @@ def test_the_least_recently_used_objects_go_first(tmp_path: Path) -> None:
     assert other.open() == 6
     for number in (0, 2):
         assert holds(one, number)
-    assert kept_after_each_write(other, range(6, 10), 6) == [[0, 2, 3, 4, 5], [0, 2, 4, 5], [0, 2, 5], [0, 2]]
+    for number, kept in enumerate([[0, 2, 3, 4, 5], [0, 2, 4, 5], [0, 2, 5], [0, 2]], 6):
+        assert write(other, number)
+        assert stored(other, 6) == kept
     assert other.evicted == 4
     assert other.used_bytes(soon()) == disk_bytes(other) == 6 * BLOCK
 
@@ -133,7 +131,7 @@ def test_a_prompt_loses_its_last_objects_first(tmp_path: Path, monkeypatch: pyte
     for number in (4, 5):
         write(tier, number, end_token=512)
     # Of the earlier prompt, then of both.
-    assert [number for number in range(6) if file_of(tier, number).exists()] == [0, 1, 4, 5]
+    assert stored(tier, 6) == [0, 1, 4, 5]
 
 
 @pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
@@ -151,10 +149,10 @@ def test_objects_from_before_the_clock_was_set_back_go_first(
     assert holds(tier, 0), "a use after the correction counts"
     for number in range(8, 15):
         write(tier, number)
-    assert [number for number in range(15) if file_of(tier, number).exists()] == [0, *range(8, 15)]
+    assert stored(tier, 15) == [0, *range(8, 15)]
     for number in range(15, 38):
         write(tier, number)
-    assert [number for number in range(38) if file_of(tier, number).exists()] == list(range(30, 38))
+    assert stored(tier, 38) == list(range(30, 38))
 
 
 def test_an_object_that_cannot_be_removed_is_skipped(
@@ -176,7 +174,7 @@ def test_an_object_that_cannot_be_removed_is_skipped(
     monkeypatch.setattr(OpenFolder, "unlink", refuse)
     for number in range(4, 10):
         assert write(tier, number)
-    assert [number for number in range(10) if file_of(tier, number).exists()] == [0, 7, 8, 9]
+    assert stored(tier, 10) == [0, 7, 8, 9]
     assert tier.used_bytes(soon()) == disk_bytes(tier)
     assert len(caplog.records) == 1
 
@@ -216,7 +214,7 @@ def test_a_disk_full_of_other_files_keeps_most_objects(tmp_path: Path) -> None:
     for number in (3, 4, 5):
         with pytest.raises(OSError, match="No space left"):
             write(tier, number)
-    assert [number for number in range(6) if holds(tier, number)] == [1, 2]
+    assert stored(tier, 6) == [1, 2]
     assert tier.used_bytes(soon()) == disk_bytes(tier)
     tier.files = Files()
     assert write(tier, 3)

@@ -34,7 +34,7 @@ def space_of(shape: Shape, tp_rank: int = 0, tp_size: int = 1, chunk_tokens: int
 def test_a_key_is_the_same_in_every_process() -> None:
     """Objects outlive processes, so a change of keys must be deliberate, with FORMAT."""
     found = chain([1, 2, 3, 4, 5], adapter="adapter", salt="salt", features=(Feature("image", 2),))
-    assert found.key(ObjectRef(4, 1)).hex() == "21899f5831da78bbee9b2c4d2e4db56501fbf2ab6b701ccd2615833874761551"
+    assert found.name(ObjectRef(4, 1)).key.hex() == "21899f5831da78bbee9b2c4d2e4db56501fbf2ab6b701ccd2615833874761551"
 
 
 @pytest.mark.parametrize(("tp_rank", "tp_size"), [(0, 1), (0, 2), (1, 2), (3, 4), (2, 8), (0, 3)])
@@ -92,14 +92,14 @@ def chain(
     ],
 )
 def test_whatever_differs_changes_the_key(other: Callable[[], PrefixChain]) -> None:
-    assert other().key(ObjectRef(4, 0)) != chain([1, 2, 3, 4]).key(ObjectRef(4, 0))
+    assert other().name(ObjectRef(4, 0)) != chain([1, 2, 3, 4]).name(ObjectRef(4, 0))
 
 
 def test_what_comes_later_does_not_change_an_earlier_key() -> None:
     """Tokens and images after an object's end do not affect its key."""
-    short = chain([1, 2, 3, 4]).key(ObjectRef(4, 0))
-    assert chain([1, 2, 3, 4, 5]).key(ObjectRef(4, 0)) == short
-    assert chain([1, 2, 3, 4, 5], features=(Feature("image", 4),)).key(ObjectRef(4, 0)) == short
+    short = chain([1, 2, 3, 4]).name(ObjectRef(4, 0))
+    assert chain([1, 2, 3, 4, 5]).name(ObjectRef(4, 0)) == short
+    assert chain([1, 2, 3, 4, 5], features=(Feature("image", 4),)).name(ObjectRef(4, 0)) == short
 
 
 @given(st.lists(st.integers(0, 2**31), max_size=60), st.lists(st.integers(0, 60), max_size=6), st.data())
@@ -116,7 +116,7 @@ def test_keys_do_not_depend_on_how_tokens_are_handed_over(
         parts.extend(tokens[at : at + count])
         at += count
     for end in range(4, len(tokens) + 1, 4):
-        assert whole.key(ObjectRef(end, 0)) == parts.key(ObjectRef(end, 0))
+        assert whole.name(ObjectRef(end, 0)) == parts.name(ObjectRef(end, 0))
 
 
 def test_negative_token_ids_are_refused() -> None:

@@ -12,12 +12,12 @@ import pytest
 
 from connectors.store import service
 from connectors.store.fetch import Fetch
+from connectors.store.keys.names import ObjectName
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import Lane
-from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging
 from tests.campaigns.store import campaign
 from tests.campaigns.store.world import DISK_BUDGET, SIZES, SPACE, FaultyFiles, content, store_plan

@@ -13,7 +13,6 @@ from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.store.keys.names import PrefixChain
 from connectors.store.planning.prefix import ObjectRef, completed_objects
 from connectors.store.settings import StoreSettings
-from connectors.store.tiers.objects import ObjectName
 from connectors.vllm_hma.kv_store.orders import RankCache, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
@@ -52,7 +51,7 @@ class Host:
         for ref in completed_objects(store.plan, 0, end_token):
             offset = store.reserve(ref)
             assert offset is not None
-            store.commit(ref, ObjectName(store.space, chain.key(ref), ref.end_token), offset)
+            store.commit(ref, chain.name(ref), offset)
         until(store.idle)
 
 

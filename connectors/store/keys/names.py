@@ -7,7 +7,7 @@
     key        namespace, prefix up to the object's end, group
 
 All three are BLAKE2b digests. They do not depend on Python's ``hash``, the TP size, block sizes or
-the host.
+the host. An object's file begins with another digest, of its name and payload.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 
 from connectors.errors import PlanError
 from connectors.planning.layout import EngineLayout
@@ -30,8 +31,30 @@ FORMAT = 2
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
 
+DIGEST_BYTES = 16
+
 # Separates the adapter, the salt and features from token ids, which are never negative.
 _MARK = np.array([-1], "<i8").tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """Name of an object: ``key`` in the namespace ``space``.
+
+    ``end_token``  number of tokens up to the object's end; orders evictions
+    """
+
+    space: bytes
+    key: bytes
+    end_token: int = 0
+
+    @property
+    def path(self) -> tuple[str, str]:
+        return self.space.hex(), self.key.hex()
+
+    def digest(self) -> xxhash.xxh3_128:
+        """Return a digest that the payload is to be added to: a moved or copied file is corrupt."""
+        return xxhash.xxh3_128(self.space + self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +145,11 @@ class PrefixChain:
             while stop_at in offsets and self._features and self._features[-1].offset == stop_at:
                 self._add("feature", self._features.pop().identifier)
 
-    def key(self, ref: ObjectRef) -> bytes:
+    def name(self, ref: ObjectRef) -> ObjectName:
         whole = hashlib.blake2b(self._space, digest_size=KEY_BYTES, person=b"tandem-object")
         whole.update(self._digests[ref.end_token])
         whole.update(ref.group.to_bytes(4, "little"))
-        return whole.digest()
+        return ObjectName(self._space, whole.digest(), ref.end_token)
 
     def _add(self, what: str, value: str) -> None:
         data = value.encode()

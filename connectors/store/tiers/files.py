@@ -1,4 +1,7 @@
-"""System calls on object files. Tests replace ``Files`` to inject failures."""
+"""System calls on object files: a digest of 16 bytes, then the payload.
+
+Tests replace ``Files`` to inject failures.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import fcntl
 import os
 from collections.abc import Callable
 
-from connectors.store.tiers.objects import DIGEST_BYTES
+from connectors.store.keys.names import DIGEST_BYTES
 from connectors.store.tiers.open_folder import OpenFolder
 
 PIECE_BYTES = 256 << 10

@@ -28,9 +28,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from connectors.errors import ConfigurationError, CorruptObjectError, StoreError
+from connectors.store.keys.names import DIGEST_BYTES, ObjectName
 from connectors.store.tiers.files import Files, is_abandoned
 from connectors.store.tiers.marker import folder_id, opened_root
-from connectors.store.tiers.objects import DIGEST_BYTES, ObjectName
 from connectors.store.tiers.open_folder import OpenFolder
 from connectors.store.tiers.usage import Usage, allocated
 

@@ -11,10 +11,9 @@ from connectors.errors import PlanError
 from connectors.planning.blocks import first_needed_token
 from connectors.planning.layout import WINDOWED, GroupKind
 from connectors.store.fetch import Fetch
-from connectors.store.keys.names import PrefixChain
+from connectors.store.keys.names import ObjectName, PrefixChain
 from connectors.store.planning.prefix import ObjectRef, completed_objects
 from connectors.store.service import KVStore
-from connectors.store.tiers.objects import ObjectName
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -87,7 +86,7 @@ class StoreRequest:
             self.fetch.close()
             self.fetch = None
 
-    def names(self, space: bytes, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:
+    def names(self, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:
         """Return the names of ``refs`` that end within the request's known tokens."""
         request, chain = self.request, self.chain
         try:
@@ -95,4 +94,4 @@ class StoreRequest:
         except PlanError:
             # A negative id is a placeholder for a token that has not been sampled yet.
             return {}
-        return {ref: ObjectName(space, chain.key(ref), ref.end_token) for ref in refs if ref.end_token <= chain.tokens}
+        return {ref: chain.name(ref) for ref in refs if ref.end_token <= chain.tokens}

@@ -284,7 +284,7 @@ class StoreScheduler:
         self, known: StoreRequest, local_tokens: int, limit_token: int, beside_transfer: bool = False
     ) -> Fetch | None:
         plan = self.store.plan.full_attention if beside_transfer else self.store.plan
-        names = known.names(self.store.space, possible_objects(plan, local_tokens, limit_token))
+        names = known.names(possible_objects(plan, local_tokens, limit_token))
         if names:
             known.fetch = Fetch(self.store, names, local_tokens, limit_token, beside_transfer)
         return known.fetch
@@ -328,7 +328,7 @@ class StoreScheduler:
 
     def _end(self, copy: _Copy) -> None:
         store, known = self.store, copy.stores
-        names = {} if known is None or known.void or copy.failed else known.names(store.space, copy.offsets)
+        names = {} if known is None or known.void or copy.failed else known.names(copy.offsets)
         for ref, offset in copy.offsets.items():
             if known is None:
                 store.staging.give_back(offset)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from vllm.config import KVTransferConfig
 
 from actors.upstream.cpu_build.vllm_cpu_kernels import cpu_features
-from connectors.store.tiers.objects import DIGEST_BYTES, ObjectName
+from connectors.store.keys.names import DIGEST_BYTES, ObjectName
 from testing import fork_server
 from testing.engines import Answer, describe, generate, start_engine
 from testing.identity import MAX_TOKENS, difference

@@ -23,14 +23,13 @@ from typing import Any
 import numpy as np
 
 from connectors.store.fetch import Fetch
-from connectors.store.keys.names import PrefixChain
+from connectors.store.keys.names import ObjectName, PrefixChain
 from connectors.store.planning.chunks import StorePlan, plan_store
 from connectors.store.planning.prefix import ObjectRef, completed_objects, possible_objects
 from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.files import Files
 from connectors.store.tiers.folder import FolderTier
-from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging
 from tests.store.groups import group, sliding, state
 
@@ -102,7 +101,6 @@ class Engine:
 
     store: KVStore
     files: FaultyFiles
-    number: int = 0
 
 
 @dataclass
@@ -157,12 +155,12 @@ class World:
         self.root, self.shared = root, memory
         self.plan = store_plan()
         self.outcome = Outcome()
-        self.engines = [self._start(number) for number in range(2)]
+        self.engines = [self._start() for _ in range(2)]
         self.prompts = [self._prompt() for _ in range(28)]
 
     # ---- engines --------------------------------------------------------------------------------
 
-    def _start(self, number: int) -> Engine:
+    def _start(self) -> Engine:
         files = FaultyFiles()
         tiers = [
             FolderTier(self.memory, MEMORY_BUDGET, durable=False, files=files, label="memory"),
@@ -170,22 +168,18 @@ class World:
         ]
         staging = Staging(STAGING, self.shared)
         store = KVStore(self.plan, SPACE, SIZES, tiers, staging, LIMITS)
-        return Engine(store, files, number)
+        return Engine(store, files)
 
     def restart(self, number: int) -> None:
         """Close one engine's store without waiting for its writes, and start another."""
         self._stop(self.engines[number])
-        self.engines[number] = self._start(number)
+        self.engines[number] = self._start()
 
     def _stop(self, engine: Engine) -> None:
         for key, number in engine.store.totals().items():
             self.outcome.counts[" ".join(key)] += round(number)
         engine.files.heal()
         engine.store.close()
-
-    def heal(self) -> None:
-        for engine in self.engines:
-            engine.files.heal()
 
     def _prompt(self) -> Prompt:
         """Return up to eight chunks, often with a common prefix with other prompts."""
@@ -197,7 +191,7 @@ class World:
         chain = PrefixChain(SPACE, CHUNK)
         chain.extend(ids[:tokens])
         refs = possible_objects(self.plan, 0, tokens)
-        return Prompt(tokens, {ref: ObjectName(SPACE, chain.key(ref), ref.end_token) for ref in refs})
+        return Prompt(tokens, {ref: chain.name(ref) for ref in refs})
 
     # ---- requests -------------------------------------------------------------------------------
 
@@ -263,15 +257,14 @@ class World:
 
     def settle(self) -> None:
         """End all faults, and check that every store becomes idle and holds no staging."""
-        self.heal()
+        for engine in self.engines:
+            engine.files.heal()
         until = time.monotonic() + 30.0
         for engine in self.engines:
             while not engine.store.idle() and time.monotonic() < until:
                 time.sleep(0.005)
             if engine.store.staging.used_bytes:
-                self.outcome.problems.append(
-                    f"engine {engine.number}: {engine.store.staging.used_bytes} bytes of staging are left"
-                )
+                self.outcome.problems.append(f"{engine.store.staging.used_bytes} bytes of staging are left")
 
     def close(self) -> None:
         self.settle()
