@@ -160,6 +160,9 @@ def test_lookups_without_an_answer_are_misses(make: Make) -> None:
     assert store.counts["store_problems", "late_lookup"] == 1
     memory.run()
     assert ended(fetch, store)[0] == 384
+    late = make(MemoryTier("disk", ALL), lookup_s=1e-9)
+    assert ended(begun(late), late)[0] == 0, "its thread stops to look"
+    assert late.counts["store_problems", "late_lookup"] == 1
 
 
 def test_an_object_that_the_fastest_tier_cannot_read_is_read_from_the_next(make: Make) -> None:
