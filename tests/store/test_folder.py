@@ -308,22 +308,6 @@ def test_foreign_files_among_the_models_are_left_alone(tier: FolderTier) -> None
     assert (tier.path.parent / "precious/file").exists()
 
 
-def test_an_object_behind_a_link_is_not_read(tier: FolderTier) -> None:
-    write(tier, 1)
-    space = file_of(tier, 1).parent
-    space.rename(tier.path.parent / "space").chmod(0o777)
-    assert not tier.find(name(1)), "the folder is missing"
-    space.symlink_to(tier.path.parent / "space")
-    assert not tier.find(name(1))
-    with pytest.raises(NotADirectoryError):
-        write(tier, 2)
-    space.unlink()
-    (tier.path.parent / "space").rename(space)
-    assert not tier.find(name(1)), "all users may write to the folder"
-    space.chmod(0o700)
-    assert holds(tier, 1)
-
-
 def test_a_usage_file_that_vanishes_under_the_lock_does_not_open_the_lock(tier: FolderTier) -> None:
     """Without the lock, one process would count the files while another adds some."""
     again = FolderTier(tier.path, tier.budget_bytes)

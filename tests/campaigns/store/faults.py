@@ -33,15 +33,12 @@ def extend(world: World) -> None:
 
 
 def swap_objects(world: World) -> None:
-    """Swap two objects of one tier that use the same number of blocks."""
+    """Swap two objects of one tier."""
     root = world.random.choice((world.disk, world.memory))
-    with held(root):
-        files = world.object_files(root)
-        if len(files) > 1:
-            first, second = world.random.sample(files, 2)
-            if _blocks(first) == _blocks(second):
-                for path, data in ((first, second.read_bytes()), (second, first.read_bytes())):
-                    _replace(path, data)
+    with held(root), contextlib.suppress(FileNotFoundError):  # readers remove damaged ones without the lock
+        paths = world.random.sample(files, 2) if len(files := world.object_files(root)) > 1 else []
+        for path, data in zip(paths, [path.read_bytes() for path in paths[::-1]], strict=True):
+            _replace(path, data)
 
 
 def wrong_index(world: World) -> None:
@@ -159,13 +156,6 @@ def _rewrite(world: World, change: Callable[[bytearray], bytearray]) -> None:
                 path.write_bytes(data)
             else:
                 _replace(path, data)
-
-
-def _blocks(path: Path) -> int:
-    try:
-        return path.stat().st_blocks
-    except FileNotFoundError:
-        return 0
 
 
 def _replace(path: Path, data: bytes) -> None:
