@@ -1,6 +1,6 @@
 """Move KV between files and staging memory, on the scheduler side of one engine.
 
-An *object* is what the store keeps of one KV cache group for one span of tokens
+An *object* is what the store keeps of one KV cache group for one chunk of tokens
 (``planning/chunks.py``), in one file. A *tier* is a folder of objects, on disk or in host memory.
 *Staging* is memory that the engine's scheduler and workers share. A *slot* of it holds one object.
 

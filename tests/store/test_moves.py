@@ -63,7 +63,7 @@ class Objects:
     """Memory for the objects of one prefix."""
 
     def __init__(self, plan: StorePlan, sizes: Sequence[int], refs: Sequence[ObjectRef]) -> None:
-        numbers = {spans.index: number for number, spans in enumerate(s for s in plan.groups if s.stored)}
+        numbers = {stored.index: number for number, stored in enumerate(plan.stored)}
         self.buffers = {ref: np.full(sizes[numbers[ref.group]], CANARY, np.uint8) for ref in refs}
         self.addresses = {ref: buffer.ctypes.data for ref, buffer in self.buffers.items()}
 
@@ -180,10 +180,10 @@ def test_a_window_that_has_passed_cannot_be_stored() -> None:
     shape = Shape(style="head_major", rows=4, block_tokens=4, row_bytes=8, groups=(window,), num_blocks=12)
     engine = make_engine(shape, 1)
     plan = plan_store(engine[0].layout.groups, 8, 4096)
-    spans, ref = plan.groups[0], ObjectRef(8, 0)
-    assert object_in_blocks(spans, [3, 4], ref)
-    assert not object_in_blocks(spans, [0, 4], ref)
-    assert not object_in_blocks(spans, [3], ref)
+    stored, ref = plan.groups[0], ObjectRef(8, 0)
+    assert object_in_blocks(stored, [3, 4], ref)
+    assert not object_in_blocks(stored, [0, 4], ref)
+    assert not object_in_blocks(stored, [3], ref)
     pair = plan_rank(plan, engine[0].layout).store
     with pytest.raises(PlanError, match="blocks before token 8 are no longer allocated"):
         store_moves(plan, pair, [[0, 4]], {ref: 64})

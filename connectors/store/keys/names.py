@@ -30,7 +30,6 @@ from connectors.store.planning.prefix import ObjectRef
 FORMAT = 2
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
-
 DIGEST_BYTES = 16
 
 # Separates the adapter, the salt and features from token ids, which are never negative.
