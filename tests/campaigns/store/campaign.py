@@ -36,7 +36,7 @@ def run(root: Path, memory: Path, seed: int, faults: int, without: frozenset[str
         fault = dice.choices(list(chosen), list(chosen.values()))[0]
         fault(world)
         world.outcome.faults[fault.__name__] += 1
-        world.ask(dice.randrange(2))
+        world.ask()
         if number % _CHECK_EVERY == 0:
             world.check_budget()
         if number == int(faults * _WARM_UP):

@@ -55,21 +55,21 @@ def wrong_index(world: World) -> None:
 
 
 def no_space(world: World) -> None:
-    engine = world.engines[world.random.randrange(2)]
+    engine = world.random.choice(world.engines)
     engine.files.full = frozenset(world.random.sample(["create", "write", "publish"], world.random.randrange(1, 4)))
-    world.ask(engine.number)
+    world.ask(engine)
     engine.files.heal()
 
 
 def stalled_disk(world: World) -> None:
     """Make some calls hang until the disk returns, perhaps long after their requests have ended."""
-    engine = world.engines[world.random.randrange(2)]
+    engine = world.random.choice(world.engines)
     engine.files.hang(
         *world.random.sample(["find", "read", "create", "write", "publish"], world.random.randrange(1, 3))
     )
-    world.ask(engine.number)
+    world.ask(engine)
     if world.random.random() < 0.5:
-        world.ask(engine.number)
+        world.ask(engine)
     engine.files.heal()
 
 
@@ -77,11 +77,11 @@ def removed_disk(world: World) -> None:
     away = world.root / "away"
     world.disk.rename(away)
     try:
-        world.ask(world.random.randrange(2))
+        world.ask()
         if world.random.random() < 0.3:
             # The empty mount point.
             world.disk.mkdir()
-            world.ask(world.random.randrange(2))
+            world.ask()
             if any(world.disk.iterdir()):
                 world.outcome.problems.append("files were written below the mount point of a removed disk")
             world.disk.rmdir()
@@ -90,7 +90,7 @@ def removed_disk(world: World) -> None:
 
 
 def restarted_engine(world: World) -> None:
-    world.restart(world.random.randrange(2))
+    world.restart()
 
 
 KILLED = """
@@ -120,7 +120,7 @@ def killed_process(world: World) -> None:
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        world.ask(world.random.randrange(2))
+        world.ask()
         time.sleep(world.random.random() * 0.02)
     finally:
         process.kill()

@@ -170,8 +170,9 @@ class World:
         store = KVStore(self.plan, SPACE, SIZES, tiers, staging, LIMITS)
         return Engine(store, files)
 
-    def restart(self, number: int) -> None:
+    def restart(self) -> None:
         """Close one engine's store without waiting for its writes, and start another."""
+        number = self.random.randrange(len(self.engines))
         self._stop(self.engines[number])
         self.engines[number] = self._start()
 
@@ -195,9 +196,9 @@ class World:
 
     # ---- requests -------------------------------------------------------------------------------
 
-    def ask(self, number: int) -> None:
+    def ask(self, asked: Engine | None = None) -> None:
         """Run one request: load from the store, check every byte, and store the rest."""
-        engine = self.engines[number]
+        engine = asked or self.random.choice(self.engines)
         prompt = self.random.choice(self.prompts)
         start = self.random.choice((0, 0, CHUNK))
         start = start if start < prompt.tokens else 0
