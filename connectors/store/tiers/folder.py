@@ -27,7 +27,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from connectors.errors import ConfigurationError, CorruptObjectError, StoreError
+from connectors.errors import CorruptObjectError, StoreError
 from connectors.store.keys.names import DIGEST_BYTES, ObjectName
 from connectors.store.tiers.files import Files, is_abandoned
 from connectors.store.tiers.marker import folder_id, opened_root
@@ -59,10 +59,6 @@ class FolderTier:
     def __init__(
         self, path: Path, budget_bytes: int, durable: bool = True, files: Files | None = None, label: str = "disk"
     ) -> None:
-        if budget_bytes <= 0:
-            raise ConfigurationError(
-                f"store: the budget of {path} must be positive, not {budget_bytes} bytes; raise disk_gib or memory_gib"
-            )
         self.path = path
         self.label = label
         self.budget_bytes = budget_bytes
