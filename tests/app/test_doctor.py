@@ -332,7 +332,7 @@ def test_a_store_that_cannot_work(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({"path": str(tmp_path / "others")}, "contains 'thesis.tex'", "set store.path"),
         ({"path": str(tmp_path / "open")}, "all users of this host may write", "set store.path"),
-        ({"path": str(tmp_path / "file" / "store")}, "file cannot be used: Not a directory", "set store.path"),
+        ({"path": str(tmp_path / "file" / "store")}, "store cannot be used: Not a directory", "set store.path"),
         ({"path": str(tmp_path / "large"), "disk_gib": 1e9}, "store.disk_gib 1e+09", "lower store.disk_gib"),
         ({"memory_gib": 1e9}, "store.memory_gib 1e+09", "lower store.memory_gib"),
         ({"memory_gib": 1e-3, "staging_mib": 2**20}, "the staging of two engines needs", "lower store.staging_mib"),
