@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from connectors.errors import ConfigurationError
-from connectors.planning.layout import Group
+from connectors.planning.layout import Group, GroupKind
 from connectors.store.planning.chunks import plan_store
 from connectors.store.planning.prefix import ObjectRef, completed_objects, needed_objects, usable_prefix
 from tests.store.groups import chunked, group, sliding, state
@@ -52,6 +52,11 @@ def test_tokens_kept_for_a_sliding_window(window_tokens: int, chunk_tokens: int,
     plan = plan_store((sliding(0, 16, window_tokens), group(1, 16)), chunk_tokens, 8192)
     assert plan.groups[0].kept_tokens == kept
     assert plan.groups[0].stored == (kept > 0)
+
+
+def test_windows_of_packed_rows_keep_whole_rows() -> None:
+    odd = group(0, 48, GroupKind.SLIDING, 40, row_tokens=48)
+    assert plan_store((odd,), 192, 4096).groups[0].kept_tokens == 96
 
 
 def test_windows_longer_than_a_chunk_need_several_objects() -> None:

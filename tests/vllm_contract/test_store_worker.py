@@ -34,11 +34,11 @@ from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from testing.connector_state import snapshot
-from tests.planning.builders import Rank, make_rank
+from tests.planning.builders import Rank, make_engine, make_rank
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, connector_config, full, vllm_config
 from tests.vllm_contract.scheduler_sides import CONSUME, PRODUCE
-from tests.vllm_contract.stored_prompt import END, PROMPT, SHAPE, Host, reserve, store_worker, tables
-from tests.vllm_contract.workers import Worker, sends_nothing_of_a_spoiled_step
+from tests.vllm_contract.stored_prompt import CACHE, END, PROMPT, SHAPE, Host, reserve, store_worker, tables
+from tests.vllm_contract.workers import Worker, sends_nothing_of_a_spoiled_step, until
 
 # ---- store on device -----------------------------------------------------------------------------
 
@@ -196,6 +196,22 @@ def test_no_request_is_stored_later(host: Host, child: type[TandemConnector] | N
     for request in requests:
         scheduler.finished(request)
     assert scheduler.remembered == 0
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_store_ends_with_its_last_rank(host: Host, failed: bool) -> None:
+    """It is written if no rank has failed."""
+    scheduler = StoreScheduler(host.settings, 4096)
+    host.schedulers.append(scheduler)
+    scheduler.publish([replace(CACHE, layout=each.layout) for each in make_engine(SHAPE, 2)])
+    scheduler.new_request(Request("r", PROMPT, SamplingParams(max_tokens=1), None))
+    copy_id = reserve(scheduler, "r", ObjectRef(16, 0))
+    scheduler.take(StoreReport(copied=Counter({copy_id: 1}), failed={copy_id} if failed else set()))
+    assert scheduler.copying
+    scheduler.take(StoreReport(copied=Counter({copy_id: 1})))
+    assert not scheduler.copying
+    until(scheduler.store.idle)
+    assert scheduler.store.counts["store_problems", "dropped_store"] == failed
 
 
 @pytest.mark.parametrize("streaming", ["chunk", "layer"])
