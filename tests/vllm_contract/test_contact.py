@@ -36,6 +36,7 @@ from tests.vllm_contract.workers import (
     compute,
     receive,
     results,
+    taken,
     transfer,
     until,
 )
@@ -151,7 +152,7 @@ def test_a_peer_that_is_removed_during_the_handshake(worker: Make, before: bool,
     lose(first)
     handshake.go.set()
     compute(producer, "2")
-    while "r2" not in (found := consumer.runtime.results())[1]:
+    while "r2" not in (found := taken(consumer))[1]:
         time.sleep(0.005)
     assert found[2] == set()
     assert kept(first) == (0 if as_consumer else 1, {"c/0"})

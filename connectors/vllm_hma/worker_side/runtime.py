@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from connectors.codec import decode
 from connectors.errors import PlanError, TransportError, WireError
@@ -51,7 +52,7 @@ from connectors.vllm_hma.handshake.peers import Peers
 from connectors.vllm_hma.handshake.probe import WorkerProbe
 from connectors.vllm_hma.metrics import RankTally, TandemStats
 from connectors.vllm_hma.orders import Finished, Orders, Receive
-from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
+from connectors.vllm_hma.reports import Kept, WorkerReport
 from connectors.vllm_hma.worker_side.accelerator import set_thread_device
 from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, StepFence, Steps, Zeroed
@@ -131,10 +132,8 @@ class WorkerRuntime:
             "checking deadlines of received transfers": lambda now: self._perform(self._consumer.tick(now)),
             "watching workers": self._watch_workers,
         }
-        self._sent: set[str] = set()
-        self._received: dict[str, str | None] = {}
-        self._due: list[Due] = []
-        self._quarantine = QuarantineReport()
+        self._results = KVConnectorTransferResults()
+        self._report = WorkerReport()
         set_device = partial(set_thread_device, fence.device)
         self._handshaker = Handshaker(
             agent_metadata,
@@ -274,24 +273,20 @@ class WorkerRuntime:
                 if finished.held:
                     self._finish(finished)
 
-    def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Run a round, and return the (sent, received, failed) request ids since the last call.
-
-        ``sent``      prefill requests of which this rank sends no more KV
-        ``received``  decode requests whose wait for KV has ended; includes ``failed``
+    def results(self) -> KVConnectorTransferResults:
+        """Run a round, and return the ends since the last call: of prefill requests of which this
+        rank sends no more KV, and of decode requests' waits for KV.
         """
         with self._lock:
             self._try_round(time.monotonic())
-            sent, received = self._sent, self._received
-            self._sent, self._received = set(), {}
-        return sent, set(received), {request_id for request_id, failure in received.items() if failure is not None}
+            taken, self._results = self._results, KVConnectorTransferResults()
+        return taken
 
     def report(self) -> WorkerReport | None:
         """Call after ``results`` of the step: it must include their quarantine."""
         with self._lock:
-            report = WorkerReport(self._quarantine, self._due)
-            self._quarantine, self._due = QuarantineReport(), []
-        return report or None
+            taken, self._report = self._report, WorkerReport()
+        return taken or None
 
     def stats(self) -> TandemStats | None:
         with self._lock:
@@ -428,7 +423,7 @@ class WorkerRuntime:
                 self._progress_thread.wake()
                 return self._writes.begin(write)
             case Sent(request_id):
-                self._sent.add(request_id)
+                self._results.finished_sending.add(request_id)
                 self._trace.event("sent", request=request_id)
             case Forget(peer):
                 self._peers.forget(peer)
@@ -436,7 +431,7 @@ class WorkerRuntime:
                 self._handshaker.connect(engine)
                 self._progress_thread.wake()
             case Due(request_id, transfer_id, failure) as due:
-                self._due.append(due)
+                self._report.due.append(due)
                 if failure is not None:
                     self._ended(request_id, failure)
                 self._trace.event("due", request=request_id, transfer=transfer_id, failure=failure)
@@ -444,13 +439,15 @@ class WorkerRuntime:
                 with contextlib.suppress(RuntimeError):  # after ``close``
                     self._verifier.submit(self._verify, verify)
             case Received(request_id, failure, quarantine):
-                self._received[request_id] = failure
+                self._results.finished_recving.add(request_id)
+                if failure is not None:
+                    self._results.failed_recving.add(request_id)
                 if quarantine is not None:
-                    self._quarantine.begun.append(Kept(request_id, quarantine))
+                    self._report.begun.append(Kept(request_id, quarantine))
                 self._ended(request_id, failure)
                 self._trace.event("received", request=request_id, failure=failure)
             case Freed(request_id, transfer_id):
-                self._quarantine.ended.append(Kept(request_id, transfer_id))
+                self._report.ended.append(Kept(request_id, transfer_id))
         return ()
 
     def _ended(self, request_id: str, failure: str | None) -> None:
