@@ -147,6 +147,12 @@ def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: in
     return every.where(needed)
 
 
+def offered_units(
+    groups: Sequence[Group], blocks: Sequence[BlockSet], shapes: Sequence[UnitShape], end_token: int
+) -> list[UnitSet]:
+    return [wanted_units(*each, end_token) for each in zip(groups, blocks, shapes, strict=True)]
+
+
 def complete_units(group: Group, units: Ints, shape: UnitShape, computed: int, end_token: int) -> npt.NDArray[np.bool_]:
     """Return a mask of the units whose tokens below ``end_token`` are all computed.
 
