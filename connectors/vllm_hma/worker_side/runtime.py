@@ -7,13 +7,11 @@ the progress thread answers peers, polls writes and checks deadlines meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -21,8 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from connectors.codec import decode
 from connectors.errors import PlanError, TransportError, WireError
-from connectors.planning.blocks import wanted_blocks
-from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import (
     Connect,
     ConsumerAction,
@@ -41,7 +37,6 @@ from connectors.protocol.consumer import Consumer
 from connectors.protocol.engines import Partner
 from connectors.protocol.params import names_engine
 from connectors.protocol.producer import Producer
-from connectors.protocol.reception import Order
 from connectors.protocol.wire import AwaitStart, Cancel, Hello, Message, Offer, Peer, Refused, Welcome
 from connectors.transport.base import Transport
 from connectors.transport.device_digest import CacheMemory
@@ -55,6 +50,7 @@ from connectors.vllm_hma.orders import Finished, Orders, Receive
 from connectors.vllm_hma.reports import Kept, WorkerReport
 from connectors.vllm_hma.worker_side.accelerator import set_thread_device
 from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
+from connectors.vllm_hma.worker_side.receiving import Verifier, order_of
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, StepFence, Steps, Zeroed
 from connectors.vllm_hma.worker_side.trace import Trace
 from connectors.vllm_hma.worker_side.writes import Writes
@@ -148,11 +144,7 @@ class WorkerRuntime:
             set_device,
         )
         self._probe = WorkerProbe(config.limits.cancel_s, config.keys.identity, self._worker_lost, set_device)
-        self._set_device = set_device
-        # No initializer: a failed one would make the pool refuse all work.
-        self._verifier = ThreadPoolExecutor(1, "tandem-verify")
-        # Start the thread now: a later submission that cannot start it would never run.
-        self._verifier.submit(set_device)
+        self._verifier = Verifier(set_device, self._verified)
         self._progress_thread = ProgressThread(self._progress, _IDLE_S, set_device)
         self._progress_thread.start()
 
@@ -166,18 +158,12 @@ class WorkerRuntime:
         each was begun.
         """
         with self._lock:
-            for expect in orders.expects:
-                self._perform(
-                    self._producer.expect(
-                        expect.request_id,
-                        expect.transfer_id,
-                        expect.prompt_tokens,
-                        expect.prompt_digest,
-                        time.monotonic(),
-                    )
-                )
+            now = time.monotonic()
+            for each in orders.expects:
+                expected = each.request_id, each.transfer_id, each.prompt_tokens, each.prompt_digest
+                self._perform(self._producer.expect(*expected, now))
             for request_id in orders.starts:
-                self._perform(self._producer.starting(request_id, time.monotonic()))
+                self._perform(self._producer.starting(request_id, now))
             for finished in orders.finished:
                 if not finished.held:
                     self._steps.drop(finished.request_id)
@@ -185,7 +171,6 @@ class WorkerRuntime:
             # Only rank 0 of the decode engine sends AwaitStart: a prompt starts on all ranks of the
             # prefill engine in one step.
             for queue in orders.queues if self.agent_metadata.rank == 0 else ():
-                now = time.monotonic()
                 self._perform(self._consumer.queue(queue.request_id, queue.transfer_id, queue.producer, now))
         if orders.expects or orders.queues:
             # An idle progress thread pauses longer than a peer needs to answer.
@@ -302,7 +287,7 @@ class WorkerRuntime:
         self._progress_thread.close()
         self._handshaker.close()
         self._probe.close()
-        self._verifier.shutdown(cancel_futures=True)
+        self._verifier.close()
         with self._lock:
             self._transport.close()
             self._trace.close()
@@ -436,8 +421,7 @@ class WorkerRuntime:
                     self._ended(request_id, failure)
                 self._trace.event("due", request=request_id, transfer=transfer_id, failure=failure)
             case Verify() as verify:
-                with contextlib.suppress(RuntimeError):  # after ``close``
-                    self._verifier.submit(self._verify, verify)
+                self._verifier.submit(verify)
             case Received(request_id, failure, quarantine):
                 self._results.finished_recving.add(request_id)
                 if failure is not None:
@@ -470,12 +454,8 @@ class WorkerRuntime:
 
     def _receive(self, receive: Receive, now: float) -> None:
         self._tally.asked(receive.request_id, now)
-        groups = self.agent_metadata.layout.groups
         try:
-            wanted = tuple(
-                wanted_blocks(group, table, _first_token(group, receive), receive.end_token)
-                for group, table in zip(groups, receive.tables, strict=True)
-            )
+            order = order_of(receive, self.agent_metadata.layout.groups)
         except PlanError as error:
             self._refuse(receive, str(error), now)
             return
@@ -483,15 +463,7 @@ class WorkerRuntime:
             "receive",
             request=receive.request_id,
             transfer=receive.transfer_id,
-            blocks={group.index: len(blocks) for group, blocks in zip(groups, wanted, strict=True)},
-        )
-        order = Order(
-            receive.request_id,
-            receive.transfer_id,
-            receive.producer,
-            receive.end_token,
-            receive.prompt_digest,
-            wanted,
+            blocks=dict(enumerate(map(len, order.groups))),
         )
         self._perform(self._consumer.start(order, now))
 
@@ -509,20 +481,12 @@ class WorkerRuntime:
         with self._lock:
             self._perform(self._consumer.connect_failed(incarnation, reason, time.monotonic()))
 
-    def _verify(self, verify: Verify) -> None:
-        started_at = time.monotonic()
-        try:
-            self._set_device()
-            problem = verify.problem()
-        except Exception as error:
-            logger.exception("Tandem: cannot verify the KV of transfer %s, so the transfer fails", verify.transfer_id)
-            problem = f"computing the digest failed: {error!r}"
+    def _verified(self, verify: Verify, problem: str | None, seconds: float) -> None:
         with self._lock:
-            now = time.monotonic()
             # Without an expected digest, units that have arrived before Fin were hashed.
             name = "verified" if verify.expected else "hashed"
-            self._trace.event(name, transfer=verify.transfer_id, seconds=now - started_at, problem=problem)
-            self._perform(self._consumer.verified(verify.transfer_id, verify.peer, problem, now))
+            self._trace.event(name, transfer=verify.transfer_id, seconds=seconds, problem=problem)
+            self._perform(self._consumer.verified(verify.transfer_id, verify.peer, problem, time.monotonic()))
 
     def _worker_lost(self, peer: Peer, reason: str) -> None:
         with self._lock:
@@ -532,7 +496,3 @@ class WorkerRuntime:
 
 def _receives_from(engines: str, receive: Receive) -> bool:
     return names_engine(engines, receive.producer.incarnation)
-
-
-def _first_token(group: Group, receive: Receive) -> int:
-    return max(receive.start_token, receive.loaded_token) if group.kind is GroupKind.FULL else receive.start_token
