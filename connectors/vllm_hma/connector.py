@@ -418,14 +418,9 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     # Scheduler and worker side.
 
     def shutdown(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._store_scheduler is not None:
-            self._store_scheduler.close()
-        if self._worker is not None:
-            self._worker.close()
-        if self._store_worker is not None:
-            self._store_worker.close()
+        for side in (self._scheduler, self._store_scheduler, self._worker, self._store_worker):
+            if side is not None:
+                side.close()
 
     def _spoil(self, orders: Orders) -> None:
         if self._spoiled and self._worker is not None:
