@@ -103,30 +103,29 @@ def test_only_a_supervisor_ends_the_quarantine_of_a_lost_engine(impatient: Make,
     assert consumer.runtime.counts()["quarantined"] == 0
 
 
-def test_the_end_of_the_consumers_process_ends_the_memory_of_a_failed_write(
-    worker: Make, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ended", ["p", "c"])
+def test_the_end_of_a_peers_process_ends_what_waits_for_it(
+    impatient: Make, monkeypatch: pytest.MonkeyPatch, ended: str
 ) -> None:
-    """No report is needed: both workers run on one host."""
-    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
-    producer, consumer = both_ends(worker)
-    fail_the_write(producer)
-    assert results(consumer) == FAILED
-    until(lambda: snapshot(producer.runtime).probed == {Peer("c", 0)})
-    assert snapshot(producer.runtime).producer.failed == {Peer("c", 0): {"t"}}
-    monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
-    until(lambda: not snapshot(producer.runtime).producer.failed and not snapshot(producer.runtime).probed)
-
-
-def test_the_end_of_the_producers_process_ends_a_quarantine(impatient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No report is needed, also if the engine core ended before."""
+    """Decode's quarantine, also if prefill's engine core ended before, and prefill's memory of a
+    failed write. No report is needed: both workers run on one host.
+    """
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
     producer, consumer = both_ends(impatient)
-    producer.server.close()
+    if ended == "p":
+        producer.server.close()
+    else:
+        fail_the_write(producer)
     assert results(consumer) == FAILED
-    until(lambda: snapshot(consumer.runtime).probed == {Peer("p", 0)})
-    assert consumer.runtime.counts()["quarantined"] == 1
+    waiting = (consumer if ended == "p" else producer).runtime
+
+    def waits_for() -> tuple[set[Peer], int]:
+        found = snapshot(waiting)
+        return set(found.probed), len(found.consumer.quarantined) + sum(map(len, found.producer.failed.values()))
+
+    until(lambda: waits_for() == ({Peer(ended, 0)}, 1))
     monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
-    until(lambda: consumer.runtime.counts()["quarantined"] == 0 and not snapshot(consumer.runtime).probed)
+    until(lambda: waits_for() == (set(), 0))
 
 
 def test_an_engine_that_hangs_keeps_no_consumer_waiting(worker: Make) -> None:
