@@ -239,7 +239,7 @@ class Production:
         return self._end_all(transfer, reason, now, lambda each: each is delivery)
 
     def _end_all(
-        self, transfer: Transfer, reason: str, now: float, which: Callable[[Delivery], object] = bool
+        self, transfer: Transfer, reason: str, now: float, which: Callable[[Delivery], object] = lambda _: True
     ) -> list[ProducerAction]:
         """Each of these deliveries closes with ``reason``, or its earlier end, when its writes have
         ended. None of them may serve the transfer once the first has ended.

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,7 +96,7 @@ class SchedulerConnector:
         self._server = MetadataProcess(
             self.config.side_channel_host, self.config.side_channel_port, encoded, self.config.keys.identity
         )
-        if not self.config.keys.identity and not _loopback(self.config.side_channel_host):
+        if not self.config.keys.identity and not self.config.on_loopback:
             logger.warning(
                 "Tandem: no secret is set, so every client that can connect to %s can write to this engine's memory; "
                 "set transfer.secret (kv_connector_extra_config: secret)",
@@ -223,10 +222,3 @@ def _not_transferred(request: Request, reason: str) -> None:
     logger.warning(
         "request %s: its KV is not transferred, and this engine computes its prompt: %s", request.request_id, reason
     )
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

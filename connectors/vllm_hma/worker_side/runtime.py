@@ -51,7 +51,7 @@ from connectors.vllm_hma.reports import Kept, WorkerReport
 from connectors.vllm_hma.worker_side.accelerator import set_thread_device
 from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
 from connectors.vllm_hma.worker_side.receiving import Verifier, order_of
-from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, StepFence, Steps, Zeroed
+from connectors.vllm_hma.worker_side.steps import Begun, Ended, LayersComputed, StepFence, Steps, Zeroed
 from connectors.vllm_hma.worker_side.trace import Trace
 from connectors.vllm_hma.worker_side.writes import Writes
 
@@ -330,29 +330,26 @@ class WorkerRuntime:
             except Exception:
                 logger.exception("Tandem: cannot handle a frame from %.80s", sender)
 
-    def _take_computed(self, now: float) -> None:
-        for entry in self._steps.passed():
-            self._computed(entry, now)
-
     def _watch_workers(self, now: float) -> None:
         suspects = self._consumer.suspects()
         self._probe.watch(suspects | self._producer.suspects(), self._consumer.addresses() if suspects else ())
 
-    def _computed(self, entry: Entry, now: float) -> None:
-        match entry:
-            case Begun(chunks):
-                for chunk in chunks:
-                    self._producer.begin(chunk.request_id, chunk.new_ids, chunk.computed_tokens)
-            case LayersComputed(request_ids, group, stop):
-                self._perform(self._producer.layers_computed(request_ids, group, stop, now))
-            case Ended(chunks, begun):
-                for chunk in chunks:
-                    self._trace.event("chunk", request=chunk.request_id, tokens=chunk.computed_tokens)
-                    new_ids = [()] * len(chunk.new_ids) if chunk.request_id in begun else chunk.new_ids
-                    self._perform(self._producer.progress(chunk.request_id, new_ids, chunk.computed_tokens, now))
-            case Zeroed(receives):
-                for receive in receives:
-                    self._receive(receive, now)
+    def _take_computed(self, now: float) -> None:
+        for entry in self._steps.passed():
+            match entry:
+                case Begun(chunks):
+                    for chunk in chunks:
+                        self._producer.begin(chunk.request_id, chunk.new_ids, chunk.computed_tokens)
+                case LayersComputed(request_ids, group, stop):
+                    self._perform(self._producer.layers_computed(request_ids, group, stop, now))
+                case Ended(chunks, begun):
+                    for chunk in chunks:
+                        self._trace.event("chunk", request=chunk.request_id, tokens=chunk.computed_tokens)
+                        new_ids = [()] * len(chunk.new_ids) if chunk.request_id in begun else chunk.new_ids
+                        self._perform(self._producer.progress(chunk.request_id, new_ids, chunk.computed_tokens, now))
+                case Zeroed(receives):
+                    for receive in receives:
+                        self._receive(receive, now)
 
     def frame_received(self, sender: str, frame: bytes, now: float) -> None:
         """Drop a malformed frame, one with a wrong tag, sender or receiver, and a stranger's."""

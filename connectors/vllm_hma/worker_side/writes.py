@@ -104,11 +104,11 @@ class Writes:
         return opened is not None and opened.since > than
 
     def begin(self, write: Write) -> list[ProducerAction]:
-        try:
-            target, plan = self._target(write)
-        except Exception as error:
-            return self.producer.write_refused(write.write_id, self._reason(error), time.monotonic())
-        opened = OpenWrite(write, target, plan, time.monotonic())
+        now, known = time.monotonic(), self.peers.plan(write.peer)
+        if known is None:
+            error = TransportError(agent_name(write.peer), "the consumer worker has been removed")
+            return self.producer.write_refused(write.write_id, self._reason(error), now)
+        opened = OpenWrite(write, *known, now)
         self._open[write.write_id] = opened
         self._unposted.append(opened)
         return []
@@ -199,12 +199,6 @@ class Writes:
                 logger.warning(_SLOW, size / 1e6, 1e3 * seconds, size / seconds / 1e9)
         self.producer.write_posted(write_id, opened.size_bytes)
         return self.producer.write_done(write_id, now)
-
-    def _target(self, write: Write) -> tuple[MemoryKind, PairPlan]:
-        known = self.peers.plan(write.peer)
-        if known is None:
-            raise TransportError(agent_name(write.peer), "the consumer worker has been removed")
-        return known
 
     def _posted(self, peer: str, runs: Runs, target: MemoryKind) -> WriteHandle:
         try:
