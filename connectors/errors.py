@@ -17,7 +17,7 @@ class ConfigurationError(TandemError):
 class UnsupportedCacheError(TandemError):
     """The connector does not support a layer of the KV cache (``*``: all), or the parallelism."""
 
-    def __init__(self, layer: str, what: str, remedy: str) -> None:
+    def __init__(self, layer: str, what: str, remedy: str = "serve this model without Tandem's connector") -> None:
         super().__init__(f"layer {layer!r}: {what}; {remedy}")
         self.layer = layer
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from connectors.log_lines import MAX_CHARACTERS, escape_log_arguments
-from connectors.logs import log_to, log_with_vllm
+from connectors.logs import MAX_CHARACTERS, escape_log_arguments, log_to, log_with_vllm
 from tests.actors.test_process import loggers
 
 __all__ = ["loggers"]  # a fixture

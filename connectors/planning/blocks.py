@@ -101,7 +101,12 @@ def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_toke
     if not 0 <= start_token <= end_token:
         raise PlanError(f"start_token {start_token} must be between 0 and end_token {end_token}")
     if group.kind is GroupKind.STATE:
-        return _state_block(group, table, end_token) if start_token < end_token else empty_blocks()
+        if start_token == end_token:
+            return empty_blocks()
+        position = state_position(group, end_token)
+        if position >= len(table) or table[position] == NULL_BLOCK:
+            raise PlanError(f"group {group.index}: the block of the state after {end_token} tokens is not allocated")
+        return BlockSet(np.zeros(1, np.int64), np.asarray(table[position : position + 1], np.int64))
     first = max(first_needed_token(group, end_token), start_token) // group.block_tokens
     stop = -(-end_token // group.block_tokens)
     if start_token == end_token or first_needed_token(group, end_token) >= end_token or first >= stop:
@@ -121,13 +126,6 @@ def state_position(group: Group, end_token: int) -> int:
     return (end_token - 1) // group.block_tokens
 
 
-def _state_block(group: Group, table: Sequence[int], end_token: int) -> BlockSet:
-    position = state_position(group, end_token)
-    if position >= len(table) or table[position] == NULL_BLOCK:
-        raise PlanError(f"group {group.index}: the block of the state after {end_token} tokens is not allocated")
-    return BlockSet(np.zeros(1, np.int64), np.asarray(table[position : position + 1], np.int64))
-
-
 def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: int) -> UnitSet:
     """Return the units of ``blocks`` to write for a consumer that computes from ``end_token`` on.
 
@@ -145,6 +143,12 @@ def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: in
     first = first_needed_token(group, end_token) // held_tokens * held_tokens
     needed = (units * shape.tokens < end_token) & (units * shape.tokens >= first)
     return every.where(needed)
+
+
+def offered_units(
+    groups: Sequence[Group], blocks: Sequence[BlockSet], shapes: Sequence[UnitShape], end_token: int
+) -> list[UnitSet]:
+    return [wanted_units(*each, end_token) for each in zip(groups, blocks, shapes, strict=True)]
 
 
 def complete_units(group: Group, units: Ints, shape: UnitShape, computed: int, end_token: int) -> npt.NDArray[np.bool_]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -250,27 +250,8 @@ def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
 
     Raises PlanError if the block sizes have no common unit of whole rows.
     """
-
-    def plan_group(src: Group, dst: Group) -> GroupPlan:
-        def shares(layer_index: int, heads: int) -> list[HeadShare]:
-            ranks = (producer.tp_rank, consumer.tp_rank)
-            every = _shares(producer, consumer, layer_index, heads)
-            return [share for share in every if (share.producer_rank, share.consumer_rank) == ranks]
-
-        layer_index = {pages.layer: index for index, pages in numbered(src, producer.groups)}
-        return _plan_group(_RankGroup(src, producer), _RankGroup(dst, consumer), layer_index, shares)
-
-    groups = tuple(plan_group(src, dst) for src, dst in zip(producer.groups, consumer.groups, strict=True))
+    groups = tuple(_plan_group(producer, consumer, index) for index in range(len(producer.groups)))
     return PairPlan(producer.tp_rank, consumer.tp_rank, groups)
-
-
-@dataclass(frozen=True, slots=True)
-class _RankGroup:
-    group: Group
-    engine: EngineLayout
-
-    def first_head(self, pages: LayerPages) -> int:
-        return held_heads(self.engine.tp_rank, self.engine.tp_size, pages.total_heads).start
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,32 +266,32 @@ class _Piece:
 _Column = tuple[int, LayerPages, LayerPages, _Piece]
 
 
-def _plan_group(
-    src: _RankGroup,
-    dst: _RankGroup,
-    layer_indices: dict[str, int],
-    shares: Callable[[int, int], list[HeadShare]],
-) -> GroupPlan:
-    shape = unit_shape(src.group, dst.group)
+def _plan_group(producer: EngineLayout, consumer: EngineLayout, group: int) -> GroupPlan:
+    src, dst = producer.groups[group], consumer.groups[group]
+    shape = unit_shape(src, dst)
+    layer_indices = {pages.layer: index for index, pages in numbered(src, producer.groups)}
     columns: list[_Column] = []
-    for src_pages, dst_pages in _common_parts(src.group, dst.group):
+    for src_pages, dst_pages in _common_parts(src, dst):
         layer_index = layer_indices[src_pages.layer]
-        rows = src_pages.rows
-        if src.group.kind is not GroupKind.STATE:
-            rows = shape.tokens // src.group.row_tokens(src_pages)
-        for share in shares(layer_index, src_pages.total_heads):
-            first = (share.first - src.first_head(src_pages), share.first - dst.first_head(dst_pages))
-            pieces = _pieces(src_pages, dst_pages, first, share.stop - share.first, rows)
-            columns += [(layer_index, src_pages, dst_pages, piece) for piece in pieces]
+        rows = src_pages.rows if src.kind is GroupKind.STATE else shape.tokens // src.row_tokens(src_pages)
+        for share in _shares(producer, consumer, layer_index, src_pages.total_heads):
+            if (share.producer_rank, share.consumer_rank) == (producer.tp_rank, consumer.tp_rank):
+                first = (share.first - _first_head(producer, src_pages), share.first - _first_head(consumer, dst_pages))
+                pieces = _pieces(src_pages, dst_pages, first, share.stop - share.first, rows)
+                columns += [(layer_index, src_pages, dst_pages, piece) for piece in pieces]
     first_layer = min(layer_indices.values(), default=0)
     each = Pieces(
-        _side(src.group, shape, shape.src_units, [(pages, piece.src) for _, pages, _, piece in columns]),
-        _side(dst.group, shape, shape.dst_units, [(pages, piece.dst) for _, _, pages, piece in columns]),
+        _side(src, shape, shape.src_units, [(pages, piece.src) for _, pages, _, piece in columns]),
+        _side(dst, shape, shape.dst_units, [(pages, piece.dst) for _, _, pages, piece in columns]),
         np.asarray([piece.length for *_, piece in columns], np.int64),
     )
     # For example K and V of a head. Digests have a stream per layer, so layers stay apart here.
     by_layer, layer_of = each.joined(np.asarray([index - first_layer for index, *_ in columns], np.int64))
     return GroupPlan(shape, by_layer.src, by_layer.dst, by_layer.piece_bytes, layer_of)
+
+
+def _first_head(engine: EngineLayout, pages: LayerPages) -> int:
+    return held_heads(engine.tp_rank, engine.tp_size, pages.total_heads).start
 
 
 def _side(group: Group, shape: UnitShape, units: int, pieces: list[tuple[LayerPages, int]]) -> Side:

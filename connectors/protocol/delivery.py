@@ -15,6 +15,7 @@ from connectors.planning.blocks import (
     UnitShape,
     complete_units,
     first_needed_token,
+    offered_units,
     state_position,
     wanted_units,
 )
@@ -248,13 +249,6 @@ def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], con
     return None
 
 
-def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> list[UnitSet]:
-    return [
-        wanted_units(group, blocks, shape, offer.end_token)
-        for group, blocks, shape in zip(groups, offer.groups, consumer.shapes, strict=True)
-    ]
-
-
 def take(
     transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer | None
 ) -> tuple[str | None, list[Moves]]:
@@ -265,7 +259,7 @@ def take(
         problem = offer_problem(transfer, offer, groups, consumer)
         if problem is not None:
             return problem, []
-        delivery.pending = wanted(offer, groups, consumer)
+        delivery.pending = offered_units(groups, offer.groups, consumer.shapes, offer.end_token)
         delivery.unarrived = tuple(map(len, delivery.pending))
         if offer.digest and consumer.new_digest is not None:
             delivery.digest = consumer.new_digest()

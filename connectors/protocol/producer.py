@@ -156,11 +156,7 @@ class Producer(Production):
             return []
         transfer.tables = [[] for _ in self._groups]
         transfer.coming_tokens = 0
-        actions: list[ProducerAction] = []
-        for delivery in transfer.deliveries.values():
-            if delivery.early:
-                actions += self._end(transfer, delivery, _PREEMPTED, now)
-        return actions
+        return self._end_all(transfer, _PREEMPTED, now, lambda delivery: delivery.early)
 
     def fenced(self, request_id: str, now: float) -> list[ProducerAction]:
         """Abort a preempted request's deliveries whose writes may have read overwritten blocks."""
@@ -168,11 +164,12 @@ class Producer(Production):
         if transfer is None:
             return []
         transfer.computed_tokens = 0
-        actions: list[ProducerAction] = []
-        for delivery in transfer.deliveries.values():
-            if delivery.in_flight or (delivery.written_bytes and not self._intact(transfer, delivery)):
-                actions += self._end(transfer, delivery, _PREEMPTED, now)
-        return actions
+        return self._end_all(
+            transfer,
+            _PREEMPTED,
+            now,
+            lambda delivery: delivery.in_flight or (delivery.written_bytes and not self._intact(transfer, delivery)),
+        )
 
     def stepped(self, now: float) -> None:
         self._stepped_at = now
@@ -188,9 +185,7 @@ class Producer(Production):
             return self._advance(transfer, now)
         del self._by_request[request_id]
         transfer.request_id = None
-        actions: list[ProducerAction] = []
-        for delivery in list(transfer.deliveries.values()):
-            actions += self._end(transfer, delivery, reason, now)
+        actions = self._end_all(transfer, reason, now)
         self._forget(transfer, now)
         return actions
 
@@ -200,9 +195,7 @@ class Producer(Production):
         if transfer is None:
             self._gone.setdefault(transfer_id, Gone(now))
             return []
-        actions: list[ProducerAction] = []
-        for delivery in transfer.deliveries.values():
-            actions += self._end(transfer, delivery, "the router has discarded the transfer", now)
+        actions = self._end_all(transfer, "the router has discarded the transfer", now)
         if transfer.stage is Stage.EARLY:
             self._forget(transfer, now)
             return actions

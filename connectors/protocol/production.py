@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group
@@ -224,10 +224,9 @@ class Production:
 
     def _write(self, transfer: Transfer, delivery: Delivery, moves: Sequence[Moves], now: float) -> Write:
         write_id = self._new_write_id(delivery.peer)
-        write = Write(write_id, transfer.transfer_id, delivery.peer, tuple(moves), delivery.digest)
         delivery.begin_write(write_id, now)
         self._writes[write_id] = (transfer, delivery)
-        return write
+        return Write(write_id, transfer.transfer_id, delivery.peer, tuple(moves), delivery.digest)
 
     def _failure(self, peer: Peer, transfer_id: str) -> Send:
         return Send(peer, Failed(transfer_id, self._failed[peer][transfer_id]))
@@ -237,13 +236,19 @@ class Production:
         return self._last_write_id
 
     def _end(self, transfer: Transfer, delivery: Delivery, reason: str, now: float) -> list[ProducerAction]:
-        """The delivery closes with ``reason``, or its earlier end, when its writes have ended."""
-        if delivery.closed:
-            return []
-        if delivery.ending is None:
-            delivery.ending = Aborted(transfer.transfer_id, reason)
-        delivery.pending = None
-        return self._advance(transfer, now)
+        return self._end_all(transfer, reason, now, lambda each: each is delivery)
+
+    def _end_all(
+        self, transfer: Transfer, reason: str, now: float, which: Callable[[Delivery], object] = lambda _: True
+    ) -> list[ProducerAction]:
+        """Each of these deliveries closes with ``reason``, or its earlier end, when its writes have
+        ended. None of them may serve the transfer once the first has ended.
+        """
+        chosen = [each for each in transfer.deliveries.values() if not each.closed and which(each)]
+        for delivery in chosen:
+            delivery.ending = delivery.ending or Aborted(transfer.transfer_id, reason)
+            delivery.pending = None
+        return self._advance(transfer, now) if chosen else []
 
     def _expire(self, transfer: Transfer, now: float) -> list[ProducerAction]:
         reason = (
@@ -251,10 +256,7 @@ class Production:
             if transfer.stage is Stage.HELD
             else "the prefill request did not arrive in time"
         )
-        actions: list[ProducerAction] = []
-        for delivery in transfer.deliveries.values():
-            if not delivery.closed and not delivery.in_flight:
-                actions += self._end(transfer, delivery, reason, now)
+        actions = self._end_all(transfer, reason, now, lambda delivery: not delivery.in_flight)
         if any(delivery.in_flight for delivery in transfer.deliveries.values()):
             return actions
         if transfer.transfer_id not in self._transfers:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from connectors.planning.blocks import BlockSet, UnitSet, wanted_units
+from connectors.planning.blocks import BlockSet, UnitSet, offered_units
 from connectors.planning.layout import Group
 from connectors.protocol.actions import Connect, ConsumerAction, Digest, Due, Send, Verify
 from connectors.protocol.engines import Partner, ProducerEngines
@@ -185,7 +185,7 @@ class Reception:
         if partner.new_digest is None or len(left) != len(groups):
             return []
         if partner.peer not in self.digests:
-            units = units_from(partner, groups, self.order)
+            units = tuple(offered_units(groups, self.order.groups, partner.shapes, self.order.end_token))
             self.digests[partner.peer] = (partner.new_digest(), units, [0] * len(units))
         digest, units, done = self.digests[partner.peer]
         stops = [max(first, len(each) - n) for first, each, n in zip(done, units, left, strict=True)]
@@ -204,13 +204,6 @@ class Reception:
         return min((self.heard_at[peer] for peer in self.writing), default=now)
 
 
-def units_from(partner: Partner, groups: Sequence[Group], order: Order) -> tuple[UnitSet, ...]:
-    return tuple(
-        wanted_units(group, blocks, shape, order.end_token)
-        for group, blocks, shape in zip(groups, order.groups, partner.shapes, strict=True)
-    )
-
-
 def expected_bytes(groups: Sequence[Group], order: Order, partner: Partner) -> int:
-    units = units_from(partner, groups, order)
+    units = offered_units(groups, order.groups, partner.shapes, order.end_token)
     return sum(len(each) * size for each, size in zip(units, partner.unit_bytes, strict=True))

@@ -54,6 +54,10 @@ class ConnectorConfig(TransferOptions):
         return bool(self.supervisor) and hmac.compare_digest(self.supervisor.encode(), supervisor.encode())
 
     @property
+    def on_loopback(self) -> bool:
+        return self.side_channel_host.startswith("127.") or self.side_channel_host in ("localhost", "::1")
+
+    @property
     def net_devices(self) -> tuple[str, ...]:
         """Network devices for UCX. Empty: UCX's environment variables or UCX itself choose.
 
@@ -61,7 +65,7 @@ class ConnectorConfig(TransferOptions):
         """
         if self.devices or "UCX_NET_DEVICES" in os.environ:
             return tuple(self.devices)
-        if self.side_channel_host.startswith("127.") or self.side_channel_host in ("localhost", "::1"):
+        if self.on_loopback:
             return ("lo", *rdma_ports())
         interface = None if has_rdma() else interface_of(self.reachable_host)
         return (interface,) if interface is not None else ()

@@ -280,7 +280,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             self._store_scheduler.spoil()
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self.scheduler.quarantine.take(report.quarantine)
+            self.scheduler.quarantine.take(report)
             self.scheduler.consumptions.due(report.due)
             if self._store_scheduler is not None and report.store is not None:
                 self._store_scheduler.take(report.store)
@@ -392,10 +392,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         return set() if self._store_worker is None else self._store_worker.not_loaded()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._worker is None:
-            return KVConnectorTransferResults()
-        sent, received, failed = self._worker.runtime.results()
-        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+        return KVConnectorTransferResults() if self._worker is None else self._worker.runtime.results()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = None if self._worker is None else self._worker.runtime.report()
@@ -421,14 +418,9 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     # Scheduler and worker side.
 
     def shutdown(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._store_scheduler is not None:
-            self._store_scheduler.close()
-        if self._worker is not None:
-            self._worker.close()
-        if self._store_worker is not None:
-            self._store_worker.close()
+        for side in (self._scheduler, self._store_scheduler, self._worker, self._store_worker):
+            if side is not None:
+                side.close()
 
     def _spoil(self, orders: Orders) -> None:
         if self._spoiled and self._worker is not None:

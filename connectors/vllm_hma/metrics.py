@@ -105,20 +105,24 @@ TRANSFERS = (
     "arrived), live (the prompt is queued or computing), held (finished blocks under a lease). Consumer: queued "
     "(the prompt has not started; no blocks), connecting, offered, ending.",
 )
-QUARANTINED = (
-    "vllm:tandem_kv_quarantined",
-    "Failed or cancelled transfers whose blocks on decode cannot be freed because a prefill rank has not confirmed "
-    "that it stopped writing; the largest number of all ranks. Their requests no longer wait.",
-)
-HANGING = (
-    "vllm:tandem_kv_hanging",
-    "Writes to decode ranks without progress for twice transfer.progress_s. Their transfers are aborted; the blocks "
-    "that they read cannot be freed before they end. The largest number of all ranks.",
-)
-STORE_LOADS = (
-    "vllm:tandem_store_pending_loads",
-    "Requests with a fetch from the KV store in progress: lookups, or reads of objects.",
-)
+GAUGES = {
+    "quarantined": (
+        "vllm:tandem_kv_quarantined",
+        "Failed or cancelled transfers whose blocks on decode cannot be freed because a prefill rank has not confirmed "
+        "that it stopped writing; the largest number of all ranks. Their requests no longer wait.",
+    ),
+    "hanging": (
+        "vllm:tandem_kv_hanging",
+        "Writes to decode ranks without progress for twice transfer.progress_s. Their transfers are aborted; the "
+        "blocks that they read cannot be freed before they end. The largest number of all ranks.",
+    ),
+    "store_loads": (
+        "vllm:tandem_store_pending_loads",
+        "Requests with a fetch from the KV store in progress: lookups, or reads of objects.",
+    ),
+}
+"""Metric name and description, by key in ``TandemStats.data["ranks"]``."""
+
 _BY_PEER = ("pair_bytes", "pair_seconds")
 _STAGES = ("early", "live", "held", "queued", "connecting", "offered", "ending")
 _COUNTED = {*_STAGES, "quarantined", "hanging"}
@@ -164,6 +168,13 @@ class TandemStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
+
+    def take(self) -> TandemStats | None:
+        if self.is_empty():
+            return None
+        taken = TandemStats(self.data)
+        self.reset()
+        return taken
 
     def arrived(self, request_id: str, asked_at: float, ended_at: float, failed: bool) -> None:
         known = self.data["arrivals"].get(request_id, (asked_at, ended_at, failed))
@@ -234,10 +245,7 @@ class RankTally:
         now = {key: number for key, number in counts.items() if key in _COUNTED}
         if now != self._counts:
             self._counts = self._stats.data["ranks"][self._rank] = now
-        if self._stats.is_empty():
-            return None
-        taken, self._stats = self._stats, TandemStats()
-        return taken
+        return self._stats.take()
 
 
 class TandemPromMetrics(KVConnectorPromMetrics):
@@ -257,8 +265,7 @@ class TandemPromMetrics(KVConnectorPromMetrics):
         name, label, text = TRANSFERS
         self._transfers: Any = gauge(name=name, documentation=text, labelnames=[*labelnames, label])
         self._held_up: dict[str, Any] = {
-            key: gauge(name=name, documentation=text, labelnames=labelnames)
-            for key, (name, text) in (("quarantined", QUARANTINED), ("hanging", HANGING), ("store_loads", STORE_LOADS))
+            key: gauge(name=name, documentation=text, labelnames=labelnames) for key, (name, text) in GAUGES.items()
         }
         for values, held_up in itertools.product(per_engine_labelvalues.values(), self._held_up.values()):
             held_up.labels(*values).set(0)

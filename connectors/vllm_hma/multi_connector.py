@@ -98,7 +98,11 @@ class TandemMultiConnector(MultiConnector):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         for number, child in enumerate(self._connectors):
-            own = {rank: each for rank, all_of in metadata.items() if (each := _of_child(all_of, number)) is not None}
+            own = {}
+            for rank, every in metadata.items():
+                assert isinstance(every, MultiHandshakeMetadata)
+                if (each := every.children[number]) is not None:
+                    own[rank] = each
             if own:
                 child.set_xfer_handshake_metadata_pp_aware(own)
 
@@ -139,11 +143,6 @@ class TandemMultiConnector(MultiConnector):
         for child in self._connectors:
             if isinstance(child, TandemConnector):
                 child.spoil()
-
-
-def _of_child(metadata: KVConnectorHandshakeMetadata, number: int) -> KVConnectorHandshakeMetadata | None:
-    assert isinstance(metadata, MultiHandshakeMetadata)
-    return metadata.children[number]
 
 
 def _check_children(transfer: KVTransferConfig, hma: bool) -> None:

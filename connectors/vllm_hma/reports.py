@@ -19,39 +19,28 @@ class Kept(NamedTuple):
 
 
 @dataclass(slots=True)
-class QuarantineReport:
-    """Changes of quarantine since each rank's last report, one entry per rank and request."""
-
-    begun: list[Kept] = field(default_factory=list)
-    ended: list[Kept] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.begun or self.ended)
-
-    def __add__(self, other: QuarantineReport) -> QuarantineReport:
-        return QuarantineReport(self.begun + other.begun, self.ended + other.ended)
-
-
-@dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
     """Report of one rank or, after ``aggregate``, of several.
 
-    ``due``        queued requests whose wait has ended; only rank 0 reports them
-    ``requested``  as ``Orders.report``
+    ``begun``, ``ended``  changes of quarantine since each rank's last report, one entry per rank
+                          and request
+    ``due``               queued requests whose wait has ended; only rank 0 reports them
+    ``requested``         as ``Orders.report``
     """
 
-    quarantine: QuarantineReport = field(default_factory=QuarantineReport)
+    begun: list[Kept] = field(default_factory=list)
+    ended: list[Kept] = field(default_factory=list)
     due: list[Due] = field(default_factory=list)
     store: StoreReport | None = None
     requested: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.quarantine or self.due or self.store or self.requested)
+        return bool(self.begun or self.ended or self.due or self.store or self.requested)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
         store = self.store or other.store
         if self.store and other.store:
             store = self.store.aggregate(other.store)
-        requested = self.requested or other.requested
-        return WorkerReport(self.quarantine + other.quarantine, self.due + other.due, store, requested)
+        begun, ended = self.begun + other.begun, self.ended + other.ended
+        return WorkerReport(begun, ended, self.due + other.due, store, self.requested or other.requested)

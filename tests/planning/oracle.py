@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 
 from connectors.errors import IncompatiblePeerError
-from connectors.planning.blocks import wanted_blocks
+from connectors.planning.blocks import offered_units, wanted_blocks
 from connectors.planning.descriptors import build_runs, move_bytes
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.planning.plan import check_compatible, consumer_ranks, plan_pair
 from connectors.planning.verify import prove_plans
-from connectors.protocol.delivery import ConsumerPeer, Delivery, Stage, Transfer, offer_problem, take_ready, wanted
+from connectors.protocol.delivery import ConsumerPeer, Delivery, Stage, Transfer, offer_problem, take_ready
 from connectors.protocol.engines import Partner
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.reception import Order, expected_bytes
@@ -382,7 +382,7 @@ def transfer_moves(
     consumer = ConsumerPeer(frozenset(), case.consumer.num_blocks, shapes)
     transfer = Transfer("t", Stage.LIVE, 0.0, prompt_tokens=case.end)
     assert offer_problem(transfer, offer, sources, consumer) is None
-    delivery = Delivery(Peer("c", 0), offer=offer, pending=wanted(offer, sources, consumer))
+    delivery = Delivery(Peer("c", 0), offer=offer, pending=offered_units(sources, blocks, shapes, case.end))
     found = []
     for computed in case.chunks:
         transfer.computed_tokens = computed

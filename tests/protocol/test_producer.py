@@ -149,6 +149,13 @@ SCRIPTS = scripts("""
 1 layers 0 1 | write 0 1>50/0-1 2>51/0-1
 1.1 preempted r
 1.2 done 1 | aborted 0
+== open two: a preemption aborts every such delivery before another could be served
+0.6 offer 1
+1 begin 8
+1 layers 0 1 | write 0 1>50/0-1 2>51/0-1, write 1 1>50/0-1 2>51/0-1
+1.1 preempted r
+1.2 done 1 | aborted 0
+1.2 done 2 | aborted 1
 == open: a worker that returns finds its delivery ended
 1 peer_lost 0
 2 welcome 0

@@ -8,11 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from connectors.errors import ConfigurationError
 from connectors.protocol.limits import TransferLimits
+from connectors.vllm_hma import config as config_module
 from connectors.vllm_hma.config import parse_config, with_port_of_rank
 from connectors.vllm_hma.devices import has_rdma, interface_of, rdma_ports
 
@@ -20,28 +20,6 @@ from connectors.vllm_hma.devices import has_rdma, interface_of, rdma_ports
 def test_defaults_serve_one_machine() -> None:
     config = parse_config({})
     assert (config.side_channel_host, config.side_channel_port, config.reachable_host) == ("127.0.0.1", 0, "127.0.0.1")
-
-
-@pytest.mark.parametrize(
-    ("extra", "environment", "devices"),
-    [
-        ({}, "", ("lo",)),
-        ({"side_channel_host": "10.0.0.7"}, "", ()),
-        ({"devices": ["eth0", "mlx5_0:1"]}, "eth1", ("eth0", "mlx5_0:1")),
-        ({}, "eth1", ()),
-    ],
-)
-def test_devices(
-    extra: dict[str, Any], environment: str, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Named devices first, then UCX's environment; an engine for one machine uses its loopback
-    only.
-    """
-    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    monkeypatch.setattr("connectors.vllm_hma.config.rdma_ports", tuple)
-    if environment:
-        monkeypatch.setenv("UCX_NET_DEVICES", environment)
-    assert parse_config(extra).net_devices == devices
 
 
 @pytest.mark.parametrize(
@@ -74,47 +52,49 @@ def test_deadlines_are_positive_seconds(field: str, value: Any) -> None:
         parse_config({field: value})
 
 
-def own_interface() -> tuple[str, str]:
-    for name, addresses in psutil.net_if_addrs().items():
-        for each in addresses:
-            if name != "lo" and each.family.name == "AF_INET" and psutil.net_if_stats()[name].isup:
-                return name, each.address
-    pytest.skip("this host has no interface but the loopback")
+RDMA = ("mlx5_0:1",)
 
 
-@pytest.mark.parametrize("advertised", [True, False])
-def test_without_rdma_ucx_uses_where_the_metadata_is_shown(advertised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The side channel's interface is used, not transient ones; a host with RDMA devices uses
-    all of them.
+@pytest.mark.parametrize(
+    ("extra", "environment", "rdma", "devices"),
+    [
+        ({}, "", (), ("lo",)),
+        ({}, "", RDMA, ("lo", *RDMA)),  # CUDA IPC may not reach from one GPU to the other
+        ({}, "eth1", RDMA, ()),
+        ({"devices": ["eth0", "mlx5_0:1"]}, "eth1", (), ("eth0", "mlx5_0:1")),
+        ({"side_channel_host": "10.0.0.7"}, "", (), ("eth0",)),
+        ({"side_channel_host": "0.0.0.0", "advertise_host": "10.0.0.7"}, "", (), ("eth0",)),
+        ({"side_channel_host": "10.0.0.7"}, "", RDMA, ()),  # UCX uses all of them
+        ({"side_channel_host": "10.0.0.8"}, "", (), ()),
+    ],
+)
+def test_devices(
+    extra: dict[str, Any],
+    environment: str,
+    rdma: tuple[str, ...],
+    devices: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Named devices first, then UCX's environment; an engine for one machine uses its loopback.
+    Others use the side channel's interface, not transient ones.
     """
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    name, address = own_interface()
-    extra = (
-        {"side_channel_host": "0.0.0.0", "advertise_host": address} if advertised else {"side_channel_host": address}
-    )
-    config = parse_config(extra)
-    monkeypatch.setattr("connectors.vllm_hma.config.has_rdma", lambda: False)
-    assert config.net_devices == (name,)
-    monkeypatch.setattr("connectors.vllm_hma.config.has_rdma", lambda: True)
-    assert not config.net_devices
+    for name, answer in (("rdma_ports", rdma), ("has_rdma", bool(rdma))):
+        monkeypatch.setattr(config_module, name, lambda answer=answer: answer)
+    monkeypatch.setattr(config_module, "interface_of", {"10.0.0.7": "eth0"}.get)
+    if environment:
+        monkeypatch.setenv("UCX_NET_DEVICES", environment)
+    assert parse_config(extra).net_devices == devices
 
 
-def test_engines_of_one_host_also_use_its_rdma_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA IPC may not reach from one GPU to the other. Ports that are down are left out."""
-    for name, port, state in (
-        ("mlx5_0", "1", "4: ACTIVE\n"),
-        ("mlx5_0", "2", "1: DOWN\n"),
-        ("mlx5_1", "1", "2: INIT\n"),
-    ):
-        folder = tmp_path / "infiniband" / name / "ports" / port
+def test_active_rdma_ports(tmp_path: Path) -> None:
+    """Ports that are down are left out."""
+    for port, state in (("mlx5_0/ports/1", "4: ACTIVE"), ("mlx5_0/ports/2", "1: DOWN"), ("mlx5_1/ports/1", "2: INIT")):
+        folder = tmp_path / "infiniband" / port
         folder.mkdir(parents=True)
-        (folder / "state").write_text(state)
+        (folder / "state").write_text(f"{state}\n")
     assert rdma_ports(tmp_path / "infiniband", tmp_path / "not in this container") == ()
-    found = rdma_ports(tmp_path / "infiniband", tmp_path)
-    assert found == ("mlx5_0:1",)
-    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    monkeypatch.setattr("connectors.vllm_hma.config.rdma_ports", lambda: found)
-    assert parse_config({}).net_devices == ("lo", "mlx5_0:1")
+    assert rdma_ports(tmp_path / "infiniband", tmp_path) == RDMA
     assert has_rdma(tmp_path / "infiniband")
     assert not has_rdma(tmp_path / "none")
 
@@ -138,6 +118,7 @@ def test_with_a_secret_an_engine_of_a_ray_cluster_listens_on_the_nodes_address()
     program = """
 import ray
 ray.init(address="local", num_cpus=0, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.2")
+from connectors.vllm_hma import config as config_module
 from connectors.vllm_hma.config import parse_config
 for more in ({}, {"side_channel_host": "127.0.0.3"}):
     print(*(parse_config(more | {"secret": secret}).reachable_host for secret in ("", "s" * 16)))

@@ -15,6 +15,7 @@ from connectors.codec import encode, encode_agent_metadata
 from connectors.errors import FailedWriteError, HandshakeError, PeerSecretError, StaleReferenceError, TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
+from connectors.protocol.agent_metadata import AgentMetadata, check_peers
 from connectors.protocol.wire import Cancel, Envelope, Hello, Peer, Welcome
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.handshake import handshaker, message_sender
@@ -32,10 +33,14 @@ from tests.vllm_contract.workers import (
     FAILED,
     IDENTITY,
     LIMITS,
+    SENT,
     Worker,
+    both_ends,
     compute,
+    let_go,
     receive,
     results,
+    taken,
     transfer,
     until,
 )
@@ -62,6 +67,9 @@ def kept(producer: Worker) -> tuple[int, set[str]]:
 
 
 @pytest.mark.parametrize(
+    ("checks", "refusal"), [("tandem-connect", ""), ("tandem-accept", "the prefill engine refused this engine: ")]
+)
+@pytest.mark.parametrize(
     ("overrides", "reason"),
     [
         ({"identity": dataclasses.replace(IDENTITY, model="another")}, "model differs"),
@@ -69,12 +77,25 @@ def kept(producer: Worker) -> tuple[int, set[str]]:
     ],
 )
 def test_an_engine_that_does_not_fit(
-    worker: Make, caplog: pytest.LogCaptureFixture, overrides: dict[str, Any], reason: str
+    worker: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    checks: str,
+    refusal: str,
+    overrides: dict[str, Any],
+    reason: str,
 ) -> None:
+    """Either engine refuses the other, also if only the threads ``checks`` compare."""
+
+    def check(producer: AgentMetadata, consumer: AgentMetadata) -> None:
+        if threading.current_thread().name.startswith(checks):
+            check_peers(producer, consumer)
+
+    monkeypatch.setattr(handshaker, "check_peers", check)
     producer, consumer = worker("p", **overrides), worker("c")
     consumer.step(receives=[receive(producer.address)])
-    assert results(consumer) == FAILED
-    assert reason in caplog.text
+    assert results(consumer, within_s=LIMITS.progress_s / 2) == FAILED
+    assert f"cannot connect to prefill engine p: {refusal}{reason}" in caplog.text
 
 
 def test_another_start_at_the_same_address(worker: Make) -> None:
@@ -151,7 +172,7 @@ def test_a_peer_that_is_removed_during_the_handshake(worker: Make, before: bool,
     lose(first)
     handshake.go.set()
     compute(producer, "2")
-    while "r2" not in (found := consumer.runtime.results())[1]:
+    while "r2" not in (found := taken(consumer))[1]:
         time.sleep(0.005)
     assert found[2] == set()
     assert kept(first) == (0 if as_consumer else 1, {"c/0"})
@@ -172,6 +193,22 @@ def test_no_peer_is_evicted_during_its_handshake(
     compute(producer)
     assert results(consumer) == ARRIVED
     assert results(newcomer) == (set(), {"r2"}, {"r2"})
+
+
+def test_a_peer_with_a_transfer_is_not_evicted(worker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a consumer that offered blocks nor a producer that may write to them."""
+    monkeypatch.setattr(PeerTable.__init__, "__defaults__", (1,))
+    producer, consumer = both_ends(worker)
+    until(lambda: not any(one.runtime._peers._handshaking for one in (producer, consumer)))  # noqa: SLF001
+    for one in (producer, consumer):
+        with pytest.raises(HandshakeError, match="all 1 peers are busy"), one.runtime._peers.handshaking(Peer("x", 0)):  # noqa: SLF001
+            pass
+    let_go(producer)
+    producer.step(finished=[SENT])
+    assert results(consumer) == ARRIVED
+    for one in (producer, consumer):
+        with one.runtime._peers.handshaking(Peer("x", 0)):  # noqa: SLF001
+            assert not one.transport.peers
 
 
 def full(busy: str = "") -> PeerTable:

@@ -22,7 +22,7 @@ from connectors.transport.digest import TransferDigest
 from connectors.vllm_hma.handshake.message_sender import MessageSender
 from connectors.vllm_hma.handshake.processes import own_process
 from connectors.vllm_hma.orders import Chunk, Finished, Orders
-from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
+from connectors.vllm_hma.reports import Kept, WorkerReport
 from connectors.vllm_hma.worker_side import accelerator, runtime, writes
 from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, LayersComputed, StepFence, Steps
@@ -49,6 +49,7 @@ from tests.vllm_contract.workers import (
     receive,
     results,
     scripted,
+    taken,
     transfer,
     until,
 )
@@ -82,7 +83,7 @@ def posting(producer: Worker, number: int) -> None:
 def no_result(producer: Worker, consumer: Worker) -> None:
     for _ in range(3):
         producer.step()
-        assert consumer.runtime.results() == NOTHING
+        assert taken(consumer) == NOTHING
 
 
 def test_a_post_delays_no_step_and_no_message(pair: tuple[Worker, Worker, Scripted]) -> None:
@@ -153,7 +154,7 @@ def test_an_error_ends_its_delivery_only(
         assert producer.runtime.counts()["writes"] == 1
     transport.held = False
     assert results(consumer) == FAILED
-    assert consumer.runtime.report() == (WorkerReport(QuarantineReport(begun=[Kept("r", "t")])) if kept else None)
+    assert consumer.runtime.report() == (WorkerReport(begun=[Kept("r", "t")]) if kept else None)
     assert caplog.text.count("RuntimeError: anything") == (error.func is RuntimeError)
     producer.step(finished=[SENT])
     assert results(producer) == ({"q"}, set(), set())
@@ -273,9 +274,9 @@ def test_whether_layers_leave_before_the_step_ends(worker: Make, streaming: str,
         if early and chunk.last:
             until(lambda: consumer.cache[[3, 5], 0].tolist() == [2, 3])
         else:
-            producer.runtime.results()
+            taken(producer)
             assert not producer.runtime.counts()["writes"]
-        assert consumer.runtime.results() == NOTHING
+        assert taken(consumer) == NOTHING
         producer.runtime.after_forward(orders)
         until(lambda: consumer.cache[3, 0] == 2 and not producer.runtime.counts()["writes"])
     if not early:
@@ -345,8 +346,8 @@ def test_a_digest_that_breaks_at_the_end(worker: Make, monkeypatch: pytest.Monke
     sent: set[str] = set()
 
     def both_sent() -> bool:
-        sent.update(producer.runtime.results()[0])
-        consumer.runtime.results()
+        sent.update(taken(producer)[0])
+        taken(consumer)
         return sent == {"qa", "qb"}
 
     until(both_sent)

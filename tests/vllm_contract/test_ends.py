@@ -32,7 +32,7 @@ from connectors.vllm_hma.handshake import probe
 from connectors.vllm_hma.handshake.processes import Liveness
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.orders import Chunk, Finished, Orders
-from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
+from connectors.vllm_hma.reports import Kept, WorkerReport
 from connectors.vllm_hma.worker_side import runtime
 from connectors.vllm_hma.worker_side import worker as worker_side
 from testing.connector_state import snapshot
@@ -61,6 +61,7 @@ from tests.vllm_contract.workers import (
     receive,
     results,
     scripted,
+    taken,
     until,
 )
 
@@ -92,40 +93,39 @@ def test_only_a_supervisor_ends_the_quarantine_of_a_lost_engine(impatient: Make,
     if fails:
         fail_the_write(producer)
     assert results(consumer) == FAILED
-    assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT]))
+    assert consumer.runtime.report() == WorkerReport(begun=[KEPT])
     cancels = count(consumer, Cancel)
     until(lambda: cancels[0] >= 3)
     consumer.step(lost=["another host."])
     assert consumer.runtime.report() is None
     consumer.step(lost=["another host.", "p"])
-    assert consumer.runtime.report() == WorkerReport(QuarantineReport(ended=[KEPT]))
+    assert consumer.runtime.report() == WorkerReport(ended=[KEPT])
     assert consumer.runtime.counts()["quarantined"] == 0
 
 
-def test_the_end_of_the_consumers_process_ends_the_memory_of_a_failed_write(
-    worker: Make, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ended", ["p", "c"])
+def test_the_end_of_a_peers_process_ends_what_waits_for_it(
+    impatient: Make, monkeypatch: pytest.MonkeyPatch, ended: str
 ) -> None:
-    """No report is needed: both workers run on one host."""
-    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
-    producer, consumer = both_ends(worker)
-    fail_the_write(producer)
-    assert results(consumer) == FAILED
-    until(lambda: snapshot(producer.runtime).probed == {Peer("c", 0)})
-    assert snapshot(producer.runtime).producer.failed == {Peer("c", 0): {"t"}}
-    monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
-    until(lambda: not snapshot(producer.runtime).producer.failed and not snapshot(producer.runtime).probed)
-
-
-def test_the_end_of_the_producers_process_ends_a_quarantine(impatient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No report is needed, also if the engine core ended before."""
+    """Decode's quarantine, also if prefill's engine core ended before, and prefill's memory of a
+    failed write. No report is needed: both workers run on one host.
+    """
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
     producer, consumer = both_ends(impatient)
-    producer.server.close()
+    if ended == "p":
+        producer.server.close()
+    else:
+        fail_the_write(producer)
     assert results(consumer) == FAILED
-    until(lambda: snapshot(consumer.runtime).probed == {Peer("p", 0)})
-    assert consumer.runtime.counts()["quarantined"] == 1
+    waiting = (consumer if ended == "p" else producer).runtime
+
+    def waits_for() -> tuple[set[Peer], int]:
+        found = snapshot(waiting)
+        return set(found.probed), len(found.consumer.quarantined) + sum(map(len, found.producer.failed.values()))
+
+    until(lambda: waits_for() == ({Peer(ended, 0)}, 1))
     monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
-    until(lambda: consumer.runtime.counts()["quarantined"] == 0 and not snapshot(consumer.runtime).probed)
+    until(lambda: waits_for() == (set(), 0))
 
 
 def test_an_engine_that_hangs_keeps_no_consumer_waiting(worker: Make) -> None:
@@ -137,7 +137,7 @@ def test_an_engine_that_hangs_keeps_no_consumer_waiting(worker: Make) -> None:
     producer.step(expects=[EXPECT])
     producer.step(chunks=[Chunk("q", ((1,),), 4)])
     assert results(consumer) == FAILED
-    assert KEPT not in (consumer.runtime.report() or WorkerReport()).quarantine.begun
+    assert KEPT not in (consumer.runtime.report() or WorkerReport()).begun
 
 
 def test_an_engine_that_steps_keeps_its_consumers(worker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_an_engine_that_steps_keeps_its_consumers(worker: Make, monkeypatch: pyt
         # More than alive_s: a sum of floats may round to slightly less.
         now[0] += 1.1 * STEP.alive_s
         until(lambda turn=turn: alive[0] > turn)  # type: ignore[misc]
-        assert consumer.runtime.results() == NOTHING
+        assert taken(consumer) == NOTHING
     producer.step(chunks=[WHOLE])
     assert results(consumer) == ARRIVED
 
@@ -263,7 +263,7 @@ def test_the_next_step_completes_a_delivery_on_an_accelerator(worker: Make, late
     consumer.step(receives=[receive(producer.address)])
     compute(producer)
     until(lambda: consumer.cache[5, 0] == 3 and producer.runtime.counts()["writes"] == 0)
-    assert consumer.runtime.results() == NOTHING
+    assert taken(consumer) == NOTHING
     producer.step(**later)
     assert results(consumer) == ARRIVED
 
@@ -365,7 +365,7 @@ def test_a_request_that_ends_before_the_kernels_have_run(
     producer, other, (consumer, fence) = worker("p", integrity="off"), worker("o", integrity="off"), accelerated
     consumer.step(receives=[receive(producer.address), receive(other.address, "s", "u")])
     consumer.step(**({"lost": ["p"]} if lost else {"aborts": ["r"]}))
-    assert consumer.runtime.results() == FAILED
+    assert taken(consumer) == FAILED
     if not lost:
         compute(producer)
         producer.step(finished=[SENT])

@@ -129,8 +129,12 @@ def test_kv_has_arrived_when_the_last_rank_has_it() -> None:
     ranks[1].ended("s", 20.0, failed=True)
     ranks[0].ended("s", 21.0, failed=False)
     first, second = (rank.take({}) or TandemStats() for rank in ranks)
-    first.fetched("r", 9.0, 9.5)
+    second.fetched("r", 9.0, 9.5)
+    first.adapter("1 /a", "x")
+    for adapter, identity in (("1 /a", "y"), ("2 /b", "z")):
+        second.adapter(adapter, identity)
     found = carried(first.aggregate(second).to_dict())
+    assert found["adapters"] == {"1 /a": "", "2 /b": "z"}, "ranks that differ know nothing"
     arrivals = KvArrivals()
     for request_id in ("r", "s", "never"):
         arrivals.expect(request_id)

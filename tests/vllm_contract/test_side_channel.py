@@ -25,7 +25,7 @@ from connectors.vllm_hma.handshake.metadata_process import MetadataProcess
 from connectors.vllm_hma.handshake.secret import Keys, derive_keys
 from connectors.vllm_hma.handshake.side_channel import MetadataServer, fetch_metadata
 from testing.connector_state import open_connections, side_channel_process
-from tests.vllm_contract.workers import FAILED, LIMITS, Worker, receive, results, until
+from tests.vllm_contract.workers import FAILED, LIMITS, Worker, receive, results, taken, until
 
 SECRET, ANOTHER = "the secret of these two engines", "the secret of two other engines"
 QUESTION = b"tandem/%d metadata\n" % PROTOCOL_VERSION
@@ -110,7 +110,7 @@ def test_a_frame_of_another_secret_is_dropped(worker: Callable[..., Worker], cap
     name = consumer.transport.add_peer(producer.transport.metadata())
     frame = b"TDM" + bytes([PROTOCOL_VERSION]) + (2).to_bytes(4, "little") + b"{}" + bytes(32)
     consumer.transport.notify(name, frame)
-    until(lambda: not any(producer.runtime.results()) and "the sender has another secret" in caplog.text)
+    until(lambda: not any(taken(producer)) and "the sender has another secret" in caplog.text)
     assert not any(producer.runtime.counts().values())
 
 

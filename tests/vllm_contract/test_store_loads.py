@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from connectors.planning.layout import EngineLayout, GroupKind, MemoryKind
+from connectors.planning.layout import EngineLayout, Group, GroupKind, MemoryKind
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.staging import StagingLocation
@@ -29,9 +29,11 @@ from connectors.vllm_hma.kv_store.orders import StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Orders
+from connectors.vllm_hma.worker_side.receiving import order_of
 from tests.campaigns.schedules.scheduling import Engine
 from tests.campaigns.store import scheduling
 from tests.planning.builders import Shape, make_engine
+from tests.vllm_contract.scheduler_sides import PRODUCER
 from tests.vllm_contract.stored_prompt import (
     CACHE,
     CHUNK,
@@ -251,6 +253,17 @@ def test_only_the_rest_is_written(worker: Callable[..., Worker]) -> None:
     assert results(consumer) == (set(), {"r"}, set())
     assert (consumer.cache[3] == 0x11).all()
     assert np.count_nonzero(consumer.cache[5]) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "positions"),
+    [(GroupKind.FULL, None, [2, 3]), (GroupKind.SLIDING, 12, [1, 2, 3]), (GroupKind.STATE, None, [0])],
+)
+def test_the_store_supplies_full_attention_only(kind: GroupKind, window: int | None, positions: list[int]) -> None:
+    """Blocks of 4 tokens, 8 of them loaded: a transfer to token 16 fills the others."""
+    order = replace(receive(PRODUCER), tables=((1, 2, 3, 4),), end_token=16, loaded_token=8)
+    (found,) = order_of(order, [Group(0, kind, 4, window, ())]).groups
+    assert found.positions.tolist() == positions
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ from connectors.vllm_hma.store_connector import TandemStoreConnector
 from testing.connector_state import snapshot
 from tests.planning.builders import Rank, make_engine, make_rank
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, connector_config, full, vllm_config
-from tests.vllm_contract.scheduler_sides import CONSUME, PRODUCE
+from tests.vllm_contract.scheduler_sides import CONSUME, PRODUCE, PRODUCER
 from tests.vllm_contract.stored_prompt import CACHE, END, PROMPT, SHAPE, Host, reserve, store_worker, tables
-from tests.vllm_contract.workers import Worker, sends_nothing_of_a_spoiled_step, until
+from tests.vllm_contract.workers import Worker, receive, sends_nothing_of_a_spoiled_step, until
 
 # ---- store on device -----------------------------------------------------------------------------
 
@@ -214,17 +214,32 @@ def test_a_store_ends_with_its_last_rank(host: Host, failed: bool) -> None:
     assert scheduler.store.counts["store_problems", "dropped_store"] == failed
 
 
+def with_store() -> TandemConnector:
+    config = vllm_config.__wrapped__(kv_transfer_config=connector_config())
+    connector = TandemConnector(config, KVConnectorRole.WORKER, cache_config((["f"], full())))
+    connector._spoiled = SpoiledSteps(batches=2)  # noqa: SLF001
+    connector._store_worker = store_worker(connector._spoiled)  # noqa: SLF001
+    return connector
+
+
+def test_a_transfer_fills_what_a_failed_load_did_not(staging: Staging) -> None:
+    """Other requests keep what their loads have filled."""
+    load = Load(0, "r", GONE, 0, 16, {ObjectRef(16, 0): 0, ObjectRef(16, 1): 4096}, beside_transfer=True)
+    given = [replace(receive(PRODUCER, name), loaded_token=4) for name in "rs"]
+    orders, connector = Orders(receives=given, store=StoreOrders(staging.location, [load])), with_store()
+    connector.bind_connector_metadata(orders)
+    connector.start_load_kv(ForwardContext.__new__(ForwardContext))
+    assert [each.loaded_token for each in orders.receives] == [0, 4]
+
+
 @pytest.mark.parametrize("streaming", ["chunk", "layer"])
 @pytest.mark.parametrize("later", [False, True], ids=["this step", "the next step"])
 def test_no_request_of_the_step_is_sent(
     worker: Callable[..., Worker], staging: Staging, streaming: str, later: bool
 ) -> None:
     producer, consumer = worker("p", streaming=streaming), worker("c")
-    config = vllm_config.__wrapped__(kv_transfer_config=connector_config())
-    connector = TandemConnector(config, KVConnectorRole.WORKER, cache_config((["f"], full())))
+    connector = with_store()
     connector.worker._runtime = producer.runtime  # noqa: SLF001
-    connector._spoiled = SpoiledSteps(batches=2)  # noqa: SLF001
-    connector._store_worker = store_worker(connector._spoiled)  # noqa: SLF001
 
     def step(orders: Orders, fails: bool) -> None:
         orders.store = failing(staging) if fails else storing(staging)

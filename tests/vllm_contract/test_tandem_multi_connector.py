@@ -5,13 +5,14 @@ calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -38,6 +39,7 @@ from connectors.vllm_hma.multi_connector import MultiHandshakeMetadata, TandemMu
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from testing.connector_state import snapshot
+from tests.campaigns.schedules.scheduling import Engine
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, child, connector_config, full, vllm_config
 from tests.vllm_contract.scheduler_sides import CONSUME, PRODUCE
 from tests.vllm_contract.stored_prompt import CACHE
@@ -112,11 +114,15 @@ def make() -> Iterator[Make]:
         hma: bool = True,
         role: Any = None,
         kv_role: Any = "kv_both",
+        policy: Any = "recompute",
         **extra: Any,
     ) -> MultiConnector:
         transfer = connector_config(kind.__name__, kv_role, connectors=list(children), **extra)
+        transfer.kv_load_failure_policy = policy
         config = vllm_config.__wrapped__(kv_transfer_config=transfer, disable_hybrid_kv_cache_manager=not hma)
-        made.append(kind(config, role or KVConnectorRole.SCHEDULER, cache_config((["f"], full()))))
+        with set_current_vllm_config(config):
+            made.append(kind(config, role or KVConnectorRole.SCHEDULER, cache_config((["f"], full()))))
+        assert transfer.kv_load_failure_policy == "recompute"
         return made[-1]
 
     yield make_one
@@ -264,6 +270,19 @@ def test_a_producer_has_no_receiving_child(make: Make) -> None:
     make(TandemMultiConnector, scripted(0), child(role="kv_consumer"))
     store = child("TandemStoreConnector", store={"path": "/unused"})
     make(TandemMultiConnector, scripted(0), store, kv_role="kv_producer")
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_failed_loads_are_recomputed(make: Make, policy: str) -> None:
+    """Also with vLLM's default policy, `fail`. A child cannot set it, so vLLM's MultiConnector must
+    have it; Tandem's connectors set it themselves.
+    """
+    make(TandemMultiConnector, TANDEM, policy=policy)
+    refusal = pytest.raises(ConfigurationError, match="kv_load_failure_policy='recompute'")
+    with refusal if policy == "fail" else nullcontext():
+        make(MultiConnector, TANDEM, policy=policy)
+    with closing(Engine(0, 60, True, False)) as engine:
+        assert engine.scheduler.recompute_kv_load_failures
 
 
 def test_preemptions_reach_every_child(make: Make) -> None:

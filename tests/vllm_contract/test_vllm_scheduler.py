@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 from connectors.protocol.actions import Due
 from connectors.protocol.params import EMITTED_TOKENS
 from connectors.vllm_hma.orders import Orders
-from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
+from connectors.vllm_hma.reports import Kept, WorkerReport
 from connectors.vllm_hma.upstream.vllm_emitted_tokens import restore_output
 from testing.connector_state import snapshot
 from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, KINDS, STOP_TOKEN, Engine, Rank
@@ -229,7 +229,7 @@ class Loading(Engine):
             rank.fills[receive.request_id] = receive.transfer_id, {i for table in receive.tables for i in table if i}
         received = {request_id for request_id, at in rank.receives.items() if at <= self.steps}
         due = [Due(each.request_id, each.transfer_id, None) for each in orders.queues]
-        report = QuarantineReport()
+        report = WorkerReport(due=due, requested=orders.report)
         for request_id in received:
             del rank.receives[request_id]
             transfer_id, blocks = rank.fills.pop(request_id)
@@ -241,7 +241,7 @@ class Loading(Engine):
         return KVConnectorOutput(
             finished_recving=received,
             failed_recving=received & (self.failing | self.silent),
-            kv_connector_worker_meta=WorkerReport(report, due, requested=orders.report) or None,
+            kv_connector_worker_meta=report or None,
         )
 
     def steps_until_over(self, *request_ids: str, within: int = 200) -> None:

@@ -281,12 +281,18 @@ def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
         time.sleep(0.005)
 
 
+def taken(worker: Worker) -> tuple[set[str], set[str], set[str]]:
+    """Return the ids of requests that were sent, received and failed since the last call."""
+    found = worker.runtime.results()
+    return found.finished_sending, found.finished_recving, found.failed_recving
+
+
 def results(worker: Worker, within_s: float = 60.0) -> tuple[set[str], set[str], set[str]]:
     """Step until the worker reports a result."""
     reported: list[tuple[set[str], set[str], set[str]]] = []
 
     def something() -> bool:
-        reported.append(worker.runtime.results())
+        reported.append(taken(worker))
         return any(reported[-1])
 
     until(something, within_s)

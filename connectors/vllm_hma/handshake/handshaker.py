@@ -16,7 +16,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 from connectors.codec import decode_agent_metadata, encode_agent_metadata
 from connectors.errors import HandshakeError, TandemError
@@ -43,6 +44,7 @@ MAX_PENDING_HELLOS = 256
 _HELLO_AGAIN_S = 1.0
 
 
+@dataclass(eq=False)
 class Handshaker:
     """``compares_digests``  whether this worker, as a consumer, compares digests of received bytes
     ``identity``          key for the side channels of other engines (``Keys.identity``)
@@ -52,40 +54,28 @@ class Handshaker:
     ``on_connected`` and ``on_failed`` is a producer engine's incarnation.
     """
 
-    def __init__(
-        self,
-        agent_metadata: AgentMetadata,
-        message_sender: MessageSender,
-        peers: Peers,
-        memory: CacheMemory,
-        compares_digests: bool,
-        handshake_s: float,
-        identity: bytes,
-        on_connected: Callable[[str, list[Partner]], None],
-        on_failed: Callable[[str, str], None],
-        on_start: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._agent_metadata = agent_metadata
-        self._message_sender = message_sender
-        self._peers = peers
-        self._memory = memory
-        self._compares_digests = compares_digests
-        self._handshake_s = handshake_s
-        self._identity = identity
-        self._on_connected = on_connected
-        self._on_failed = on_failed
-        self._on_start = on_start
+    agent_metadata: AgentMetadata
+    message_sender: MessageSender
+    peers: Peers
+    memory: CacheMemory
+    compares_digests: bool
+    handshake_s: float
+    identity: bytes
+    on_connected: Callable[[str, list[Partner]], None]
+    on_failed: Callable[[str, str], None]
+    on_start: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._connects = ThreadPoolExecutor(_CONNECT_THREADS, "tandem-connect")
         self._accepts = ThreadPoolExecutor(_ACCEPT_THREADS, "tandem-accept")
         for pool in (self._connects, self._accepts):
             # One thread starts now: it runs what is submitted when no further thread can start.
-            pool.submit(on_start)
+            pool.submit(self.on_start)
         self._lock = threading.Lock()
         self._connecting: set[str] = set()
         self._pending_hellos: set[Peer] = set()
-        self._awaited: set[Peer] = set()
-        self._answers: dict[Peer, str | None] = {}
-        self._answered = threading.Condition(self._lock)
+        # Of each worker that has received Hello: the reason of Refused, or None for Welcome.
+        self._answers: dict[Peer, Future[str | None]] = {}
 
     def connect(self, engine: EngineAddress) -> None:
         with self._lock:
@@ -112,11 +102,10 @@ class Handshaker:
         self._submit(self._accepts, self._welcome, sender, message)
 
     def answer_received(self, sender: Peer, message: Welcome | Refused) -> None:
-        with self._answered:
-            if sender not in self._awaited:
-                return
-            self._answers[sender] = message.reason if isinstance(message, Refused) else None
-            self._answered.notify_all()
+        with self._lock:
+            answer = self._answers.get(sender)
+            if answer is not None and not answer.done():
+                answer.set_result(message.reason if isinstance(message, Refused) else None)
 
     def close(self) -> None:
         for pool in (self._connects, self._accepts):
@@ -157,26 +146,26 @@ class Handshaker:
             with self._lock:
                 self._connecting.discard(engine.incarnation)
             if found is None:
-                self._on_failed(engine.incarnation, failure)
+                self.on_failed(engine.incarnation, failure)
             else:
-                self._on_connected(engine.incarnation, found)
+                self.on_connected(engine.incarnation, found)
 
     def _shake_hands(self, engine: EngineAddress, handshakes: contextlib.ExitStack) -> list[Partner]:
-        self._on_start()
-        deadline = time.monotonic() + self._handshake_s
-        agent_metadata = fetch_metadata(engine.host, engine.port, engine.incarnation, self._handshake_s, self._identity)
+        self.on_start()
+        deadline = time.monotonic() + self.handshake_s
+        agent_metadata = fetch_metadata(engine.host, engine.port, engine.incarnation, self.handshake_s, self.identity)
         for worker in agent_metadata.workers:
-            check_peers(worker, self._agent_metadata)
+            check_peers(worker, self.agent_metadata)
         plans = self._plans(agent_metadata)
-        prove_plans(self._agent_metadata.layout, list(plans.values()))
+        prove_plans(self.agent_metadata.layout, list(plans.values()))
         refusals = self._exchange_hellos(agent_metadata, sorted(plans), deadline, handshakes)
         if refusals:
             raise HandshakeError(f"the prefill engine refused this engine: {refusals[0]}")
         partners = []
         for rank, plan in plans.items():
             worker, target = agent_metadata.workers[rank], None
-            if self._compares_digests:
-                target = digests(plan, self._memory.shared_with(worker.layout.memory_kind), End.TARGET)
+            if self.compares_digests:
+                target = digests(plan, self.memory.shared_with(worker.layout.memory_kind), End.TARGET)
             peer, alive = Peer(agent_metadata.incarnation, rank), liveness(worker.process) is Liveness.ALIVE
             partners.append(Partner(peer, plan.shapes, plan.unit_bytes, target, engine, worker.process, alive))
         return partners
@@ -188,45 +177,38 @@ class Handshaker:
 
         The peer table keeps the ranks until ``handshakes`` is closed.
         """
-        hello = Hello(encode_agent_metadata(self._agent_metadata))
-        waiting = {Peer(engine.incarnation, rank) for rank in ranks}
+        hello = Hello(encode_agent_metadata(self.agent_metadata))
+        answers: dict[Peer, Future[str | None]] = {Peer(engine.incarnation, rank): Future() for rank in ranks}
         with self._lock:
-            self._awaited |= waiting
+            self._answers |= answers
         try:
-            for rank in ranks:
-                peer = Peer(engine.incarnation, rank)
-                handshakes.enter_context(self._peers.handshaking(peer))
-                worker = engine.workers[rank]
-                self._message_sender.connect(peer, worker.transport_metadata, worker.process)
-                self._message_sender.send(peer, hello)
-            while True:
-                with self._answered:
-                    within_s = min(_HELLO_AGAIN_S, deadline - time.monotonic())
-                    self._answered.wait_for(lambda: waiting <= self._answers.keys(), within_s)
-                    silent = waiting - self._answers.keys()
-                    if not silent:
-                        return [reason for peer in sorted(waiting, key=agent_name) if (reason := self._answers[peer])]
+            for peer in answers:
+                handshakes.enter_context(self.peers.handshaking(peer))
+                worker = engine.workers[peer.rank]
+                self.message_sender.connect(peer, worker.transport_metadata, worker.process)
+                self.message_sender.send(peer, hello)
+            while wait(answers.values(), min(_HELLO_AGAIN_S, max(0.0, deadline - time.monotonic()))).not_done:
                 if time.monotonic() >= deadline:
                     raise HandshakeError(
-                        f"the prefill engine's workers did not answer Hello within {self._handshake_s:g} s"
+                        f"the prefill engine's workers did not answer Hello within {self.handshake_s:g} s"
                     )
                 # A worker with many pending Hellos drops further ones, and messages may be lost.
-                for peer in silent:
-                    self._message_sender.send(peer, hello)
+                for peer in [each for each, answer in answers.items() if not answer.done()]:
+                    self.message_sender.send(peer, hello)
+            return [reason for answer in answers.values() if (reason := answer.result())]
         finally:
             with self._lock:
-                self._awaited -= waiting
-                for peer in waiting:
+                for peer in answers:
                     self._answers.pop(peer, None)
 
     def _plans(self, engine: EngineMetadata) -> dict[int, PairPlan]:
-        mine = self._agent_metadata.layout
+        mine = self.agent_metadata.layout
         layouts = [worker.layout for worker in engine.workers]
         return {each.tp_rank: plan_pair(each, mine) for each in layouts if mine.tp_rank in consumer_ranks(each, mine)}
 
     def _welcome(self, sender: Peer, message: Hello) -> None:
         try:
-            self._on_start()
+            self.on_start()
             self._accept(sender, message)
         finally:
             with self._lock:
@@ -238,8 +220,8 @@ class Handshaker:
                 agent_metadata = decode_agent_metadata(message.agent_metadata)
                 if (agent_metadata.incarnation, agent_metadata.rank) != (sender.incarnation, sender.rank):
                     raise HandshakeError("the Hello has the agent metadata of another worker")
-                handshaking.enter_context(self._peers.handshaking(sender))
-                self._message_sender.connect(sender, agent_metadata.transport_metadata, agent_metadata.process)
+                handshaking.enter_context(self.peers.handshaking(sender))
+                self.message_sender.connect(sender, agent_metadata.transport_metadata, agent_metadata.process)
             except TandemError as error:
                 # A peer that was not added cannot be answered; its handshake times out.
                 logger.warning("Tandem: dropped the Hello of decode worker %.80s: %s", agent_name(sender), error)
@@ -248,17 +230,17 @@ class Handshaker:
                 plan, consumer = self._plan_for(agent_metadata)
             except TandemError as error:
                 logger.warning("Tandem: refused decode worker %.80s: %s", agent_name(sender), error)
-                self._message_sender.send(sender, Refused(str(error)))
+                self.message_sender.send(sender, Refused(str(error)))
                 return
-            self._peers.welcome(sender, agent_metadata.layout.memory_kind, plan, consumer)
-            self._message_sender.send(sender, Welcome())
+            self.peers.welcome(sender, agent_metadata.layout.memory_kind, plan, consumer)
+            self.message_sender.send(sender, Welcome())
 
     def _plan_for(self, agent_metadata: AgentMetadata) -> tuple[PairPlan, ConsumerPeer]:
-        check_peers(self._agent_metadata, agent_metadata)
-        mine, theirs = self._agent_metadata.layout, agent_metadata.layout
+        check_peers(self.agent_metadata, agent_metadata)
+        mine, theirs = self.agent_metadata.layout, agent_metadata.layout
         ranks = consumer_ranks(mine, theirs)
         plan = plan_pair(mine, theirs)
-        source = digests(plan, self._memory.shared_with(theirs.memory_kind), End.SOURCE)
+        source = digests(plan, self.memory.shared_with(theirs.memory_kind), End.SOURCE)
         process = agent_metadata.process
         was_seen = liveness(process) is Liveness.ALIVE
         return plan, ConsumerPeer(ranks, theirs.num_blocks, plan.shapes, source, process, was_seen)

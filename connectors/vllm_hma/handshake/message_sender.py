@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass
 
 from connectors.codec import encode
 from connectors.errors import TransportError
@@ -30,13 +31,15 @@ def agent_name(peer: Peer) -> str:
     return f"{peer.incarnation}/{peer.rank}"
 
 
+@dataclass(eq=False)
 class MessageSender:
     """Sender of one worker's messages, with ``Keys.messages`` as ``key``. Thread-safe."""
 
-    def __init__(self, me: Peer, transport: Transport, key: bytes) -> None:
-        self._me = me
-        self._key = key
-        self._transport = transport
+    me: Peer
+    transport: Transport
+    key: bytes
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._reconnected_at: dict[str, float] = {}
         self._sent_at: dict[str, float] = {}
@@ -45,18 +48,18 @@ class MessageSender:
 
     def connect(self, peer: Peer, transport_metadata: bytes, process: ProcessIdentity) -> None:
         name = agent_name(peer)
-        self._transport.add_peer(transport_metadata, name)
+        self.transport.add_peer(transport_metadata, name)
         if liveness(process) is Liveness.ALIVE:
             self._processes[name] = process
 
     def send(self, peer: Peer, message: Message) -> None:
         """May lose the message silently. Raises TransportError if the second attempt fails."""
-        name, frame = agent_name(peer), encode(Envelope(self._me, peer, message), self._key)
+        name, frame = agent_name(peer), encode(Envelope(self.me, peer, message), self.key)
         try:
-            self._transport.notify(name, frame)
+            self.transport.notify(name, frame)
         except TransportError as error:
             self.reconnect(name, error)
-            self._transport.notify(name, frame)
+            self.transport.notify(name, frame)
         self._sent_at[name] = time.monotonic()
 
     def check(self, peer: Peer, message: Message) -> None:
@@ -86,4 +89,4 @@ class MessageSender:
                 raise error
             self._reconnected_at[name] = now
             logger.warning("Tandem: the connection to %r failed; reconnecting: %s", name, error)
-            self._transport.reconnect(name)
+            self.transport.reconnect(name)

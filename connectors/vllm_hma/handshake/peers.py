@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from connectors.errors import HandshakeError
 from connectors.planning.layout import MemoryKind
@@ -64,6 +65,7 @@ class PeerTable:
         self._spoke.pop(peer, None)
 
 
+@dataclass(eq=False)
 class Peers:
     """Peers of one worker, in both roles.
 
@@ -71,19 +73,13 @@ class Peers:
               ``plan``, ``spoke`` and ``forget`` holds it; the other methods take it
     """
 
-    def __init__(
-        self,
-        producer: Producer,
-        consumer: Consumer,
-        transport: Transport,
-        message_sender: MessageSender,
-        lock: threading.RLock,
-    ) -> None:
-        self._producer = producer
-        self._consumer = consumer
-        self._transport = transport
-        self._message_sender = message_sender
-        self._lock = lock
+    producer: Producer
+    consumer: Consumer
+    transport: Transport
+    message_sender: MessageSender
+    lock: threading.RLock
+
+    def __post_init__(self) -> None:
         self._handshaking: Counter[Peer] = Counter()
         self._plans: dict[Peer, tuple[MemoryKind, PairPlan]] = {}
         self._table = PeerTable(self._busy)
@@ -91,7 +87,7 @@ class Peers:
     @contextmanager
     def handshaking(self, peer: Peer) -> Iterator[None]:
         """Keep a peer, also if a machine removes it. Raises HandshakeError if all are busy."""
-        with self._lock:
+        with self.lock:
             evicted = self._table.admit(peer)
             if evicted is not None:
                 self._evict(evicted)
@@ -99,15 +95,15 @@ class Peers:
         try:
             yield
         finally:
-            with self._lock:
+            with self.lock:
                 self._handshaking[peer] -= 1
                 if not self._handshaking[peer]:
                     del self._handshaking[peer]
 
     def welcome(self, peer: Peer, memory_kind: MemoryKind, plan: PairPlan, consumer: ConsumerPeer) -> None:
-        with self._lock:
+        with self.lock:
             self._plans[peer] = (memory_kind, plan)
-            self._producer.welcome(peer, consumer, time.monotonic())
+            self.producer.welcome(peer, consumer, time.monotonic())
 
     def plan(self, peer: Peer) -> tuple[MemoryKind, PairPlan] | None:
         return self._plans.get(peer)
@@ -117,24 +113,24 @@ class Peers:
 
     def forget(self, peer: Peer) -> None:
         """Release what neither a state machine nor a handshake still needs of a removed peer."""
-        if self._producer.knows(peer):
+        if self.producer.knows(peer):
             return
         self._plans.pop(peer, None)
-        if not self._consumer.knows(peer) and peer not in self._handshaking:
+        if not self.consumer.knows(peer) and peer not in self._handshaking:
             self._drop(peer)
 
     def _evict(self, peer: Peer) -> None:
         """Remove an idle peer; its engine's other workers, too, unless requests depend on one."""
-        self._producer.peer_lost(peer, time.monotonic())
-        for sibling in self._consumer.forget(peer.incarnation):
+        self.producer.peer_lost(peer, time.monotonic())
+        for sibling in self.consumer.forget(peer.incarnation):
             self.forget(sibling.peer)
         self._plans.pop(peer, None)
         self._drop(peer)
 
     def _drop(self, peer: Peer) -> None:
         self._table.forget(peer)
-        self._message_sender.forget(peer)
-        self._transport.remove_peer(agent_name(peer))
+        self.message_sender.forget(peer)
+        self.transport.remove_peer(agent_name(peer))
 
     def _busy(self, peer: Peer) -> bool:
-        return peer in self._handshaking or self._producer.serves(peer) or self._consumer.awaits(peer)
+        return peer in self._handshaking or self.producer.serves(peer) or self.consumer.awaits(peer)

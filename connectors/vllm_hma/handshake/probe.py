@@ -19,6 +19,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from connectors.errors import TandemError
 from connectors.protocol.engines import Suspect
@@ -35,6 +36,7 @@ CONFIRM_S = 2.0
 _MAX_WITNESSES = 16
 
 
+@dataclass(eq=False)
 class WorkerProbe:
     """Probe of the watched workers, in a thread that runs only while workers are watched.
 
@@ -44,17 +46,12 @@ class WorkerProbe:
     ``on_start``   called first in this thread, to prepare it
     """
 
-    def __init__(
-        self,
-        timeout_s: float,
-        identity: bytes,
-        on_lost: Callable[[Peer, str], None],
-        on_start: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._identity = identity
-        self._on_lost = on_lost
-        self._on_start = on_start
+    timeout_s: float
+    identity: bytes
+    on_lost: Callable[[Peer, str], None]
+    on_start: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._watched: frozenset[Suspect] = frozenset()
         self._witnesses: frozenset[EngineAddress] = frozenset()
@@ -79,7 +76,7 @@ class WorkerProbe:
     def _run(self) -> None:
         try:
             # `on_lost` calls NIXL to send messages, so this thread needs its device.
-            self._on_start()
+            self.on_start()
         except Exception as error:
             logger.warning("Tandem: cannot start to probe workers, trying again: %r", error)
             with self._lock:
@@ -100,7 +97,7 @@ class WorkerProbe:
         try:
             gone = self._is_gone(suspect, witnesses)
             if gone and gone_before:
-                self._on_lost(suspect.peer, "the worker's process has ended")
+                self.on_lost(suspect.peer, "the worker's process has ended")
             return gone
         except Exception as error:
             logger.warning("Tandem: cannot probe worker %s, trying again: %r", suspect.peer, error)
@@ -115,7 +112,7 @@ class WorkerProbe:
         near = [address for address in witnesses if address.host == suspect.met_at.host]
         for address in [suspect.met_at, *near][:_MAX_WITNESSES]:
             with contextlib.suppress(TandemError):
-                found = ask_liveness(address.host, address.port, suspect.process, self._timeout_s, self._identity)
+                found = ask_liveness(address.host, address.port, suspect.process, self.timeout_s, self.identity)
                 if found is not Liveness.UNKNOWN:
                     return found is Liveness.GONE
         return False

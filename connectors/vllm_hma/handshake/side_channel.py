@@ -270,8 +270,6 @@ def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes
     while True:
         try:
             return _Attempt(where, request, min(give_up_at, time.monotonic() + attempt_s)).ask(host, port, tls)
-        except ssl.SSLCertVerificationError as error:
-            raise PeerSecretError(where, "its secret differs from this engine's") from error
         except (OSError, EOFError) as error:
             if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
                 raise _tls_failure(error, where) from error
@@ -286,6 +284,8 @@ def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes
 
 
 def _tls_failure(error: ssl.SSLError, where: str) -> HandshakeError:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return PeerSecretError(where, "its secret differs from this engine's")
     if "ALERT" in (error.reason or ""):
         return PeerSecretError(where, "it rejects this engine's secret")
     if error.reason == "WRONG_VERSION_NUMBER":

@@ -63,8 +63,6 @@ class AdapterLoads:
     """
 
     def __init__(self) -> None:
-        # How often an identity has become UNKNOWN, also at the first load of its adapter.
-        self.replaced = 0
         # How often a load has added or changed identities.
         self.loads = 0
         self._identities: dict[Adapter, str] = {}
@@ -127,7 +125,6 @@ class AdapterLoads:
                 self._identities[each] = UNKNOWN
         for each, identity in self._identities.items():
             if identity == UNKNOWN != before.get(each):
-                self.replaced += 1
                 logger.warning(
                     "Tandem: the content of LoRA adapter %s in memory or in cached KV is unclear: its files changed or "
                     "cannot be read, or weights of another path replaced it. Until it ends, this engine shares no KV "

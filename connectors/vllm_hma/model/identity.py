@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,28 +91,20 @@ def weights_identity(
 ) -> str:
     """Return a string that identifies a model's weights; arguments as for ``model_identity``.
 
-    Raises as ``named_weights``, and ConfigurationError for object storage if ``stored``.
+    It is a digest of local files, or name and commit of a Hugging Face Hub model. For an unknown
+    commit and for object storage, it is the name alone, with a warning; if ``stored``, raises
+    ConfigurationError. Raises as ``digest_weights``.
     """
     if load_format == "dummy":  # vLLM makes the weights from a fixed seed
         return "dummy"
     if model.model_weights:  # `model` is then a local folder without them (vllm/config/model.py)
         return _unverified(f"the weights in {model.model_weights}", "use a local copy", model.model_weights, stored)
-    return named_weights(model.model, model.revision, stored, unchanged_since_s)
-
-
-def named_weights(name: str, revision: str | None, stored: bool = False, unchanged_since_s: float = math.inf) -> str:
-    """Return a string that identifies the weights of a local path or a Hugging Face Hub model: a
-    digest of the files, or name and commit. If the commit is unknown, it is name and revision, with
-    a warning.
-
-    Raises ConfigurationError if ``stored`` and the commit is unknown, and as ``digest_weights``.
-    """
-    path = Path(name)
+    name, path = model.model, Path(model.model)
     if path.exists():
         return digest_weights(path, unchanged_since_s)
-    commit = _commit(name, revision)
+    commit = _commit(name, model.revision)
     if commit is None:
-        revision = revision or DEFAULT_REVISION  # the hub's default
+        revision = model.revision or DEFAULT_REVISION  # the hub's default
         remedy = "set `revision` to a commit on all engines"
         return _unverified(f"revision {revision} of {name}", remedy, f"{name}@{revision}", stored)
     return f"{name}@{commit}"
@@ -126,15 +119,11 @@ def _unverified(what: str, remedy: str, identity: str, stored: bool) -> str:
     return identity
 
 
-def is_commit(revision: str | None) -> bool:
-    return revision is not None and len(revision) == 40 and all(each in "0123456789abcdef" for each in revision)
-
-
 def _commit(repository: str, revision: str | None) -> str | None:
     # huggingface_hub's ResolvedRevision is a str equal to the requested revision, for example
     # "main"; its attribute ``resolved`` is the commit.
     resolved = getattr(revision, "resolved", None) or revision
-    if is_commit(resolved):
+    if re.fullmatch("[0-9a-f]{40}", resolved or ""):
         return str(resolved)
     try:
         cached = huggingface_hub.try_to_load_from_cache(repository, "config.json", revision=revision)

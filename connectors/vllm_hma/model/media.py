@@ -41,20 +41,15 @@ def image_processing(model: ModelConfig) -> dict[str, Any] | None:
     if media is None:
         return None
     scales = media.mm_encoder_fp8_scale_path
+    files = [Path(model.model) / name for name in _PROCESSOR_FILES]
     return {
         # The device changes the tensors only by rounding.
         "kwargs": {key: value for key, value in (media.mm_processor_kwargs or {}).items() if key != "device"},
         "pruning": media.get_video_pruning_spec(),
         "encoder_dtype": media.mm_encoder_attn_dtype,
         "encoder_scales": None if scales is None else digest_file(Path(scales)),
-        "files": processor_files(model.model),
+        "files": {file.name: digest_file(file) for file in files if file.is_file()},
     }
-
-
-def processor_files(model: str) -> dict[str, str]:
-    """Digests of a local model's files with settings of its processor. Raises OSError."""
-    paths = [Path(model) / name for name in _PROCESSOR_FILES]
-    return {path.name: digest_file(path) for path in paths if path.is_file()}
 
 
 def named_by_content(request: Request) -> bool:

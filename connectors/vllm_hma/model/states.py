@@ -64,7 +64,6 @@ def state_parts(
         raise UnsupportedCacheError(
             layer,
             f"its states have {held} bytes, but vLLM's view is {tuple(view.shape)} of {view.dtype}",
-            "serve this model without Tandem's connector",
         )
     page = _Page(layer, view.data_ptr(), view.stride(0), _packing(spec, view.device.type))
     tp_size = config.parallel_config.tensor_parallel_size

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _PLAIN_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
-_SEPARATE = "serve this model without Tandem's connector"
 
 
 def engine_layout(
@@ -63,7 +62,7 @@ def engine_layout(
         for layer in group.layer_names:
             view, spec = views[layer], _layer_spec(group.kv_cache_spec, layer)
             if not isinstance(view, torch.Tensor) or view.ndim != 4:
-                raise UnsupportedCacheError(layer, "its cache is not one tensor of four dimensions", _SEPARATE)
+                raise UnsupportedCacheError(layer, "its cache is not one tensor of four dimensions")
             if isinstance(spec, MambaSpec):
                 layers += state_parts(config, layer, spec, view, cache.num_blocks)
             else:
@@ -96,10 +95,10 @@ def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
         kinds = {(*_kind(layer, spec), spec.block_size) for layer, spec in specs.items()}
         if len(kinds) != 1:
             raise UnsupportedCacheError(
-                group.layer_names[0], "its group mixes kinds of attention, window sizes or block sizes", _SEPARATE
+                group.layer_names[0], "its group mixes kinds of attention, window sizes or block sizes"
             )
         if not group.enable_kv_transfer or group.host_resident:
-            raise UnsupportedCacheError(group.layer_names[0], "vLLM excludes its group from KV transfers", _SEPARATE)
+            raise UnsupportedCacheError(group.layer_names[0], "vLLM excludes its group from KV transfers")
         ((kind, window, block_tokens),) = kinds
         shapes.append(Group(index, kind, block_tokens, window, ()))
     return tuple(shapes)
@@ -148,12 +147,10 @@ def _kind(layer: str, spec: KVCacheSpec) -> tuple[GroupKind, int | None]:
     if isinstance(spec, SlidingWindowSpec) and type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):
         if spec.extra_retained_tokens:
             raise UnsupportedCacheError(
-                layer, "the connector does not support a window that retains tokens for speculative decoding", _SEPARATE
+                layer, "the connector does not support a window that retains tokens for speculative decoding"
             )
         if getattr(spec, "bounded_replay", False):
-            raise UnsupportedCacheError(
-                layer, "the connector does not support a window that is replayed after a load", _SEPARATE
-            )
+            raise UnsupportedCacheError(layer, "the connector does not support a window that is replayed after a load")
         return GroupKind.SLIDING, spec.sliding_window
     if type(spec) is ChunkedLocalAttentionSpec:
         return GroupKind.CHUNKED, spec.attention_chunk_size
@@ -165,7 +162,7 @@ def _kind(layer: str, spec: KVCacheSpec) -> tuple[GroupKind, int | None]:
                 "remove speculative_config for this model",
             )
         return GroupKind.STATE, None
-    raise UnsupportedCacheError(layer, f"the connector does not support {type(spec).__name__}", _SEPARATE)
+    raise UnsupportedCacheError(layer, f"the connector does not support {type(spec).__name__}")
 
 
 def _attention_parts(
@@ -183,17 +180,16 @@ def _attention_parts(
             layer,
             f"its cache has {num_blocks} blocks of {spec.block_size} tokens, but vLLM's view has {blocks} blocks of "
             f"{rows} tokens",
-            _SEPARATE,
         )
     if heads != spec.num_heads:
         raise UnsupportedCacheError(
-            layer, f"its spec has {spec.num_heads} heads or head slots, but vLLM's view has {heads}", _SEPARATE
+            layer, f"its spec has {spec.num_heads} heads or head slots, but vLLM's view has {heads}"
         )
     size = view.element_size()
     block_stride, head_stride, row_stride, content_stride = (stride * size for stride in view.stride())
     content = view.shape[3] * size
     if content_stride != size:
-        raise UnsupportedCacheError(layer, "the bytes of its tokens are not contiguous", _SEPARATE)
+        raise UnsupportedCacheError(layer, "the bytes of its tokens are not contiguous")
     page = LayerPages(
         layer=layer,
         address=view.data_ptr(),
@@ -271,7 +267,7 @@ def _slotted_page(page: LayerPages, tp_size: int) -> LayerPages:
     if not axes:
         return replace(whole, head_stride_bytes=length, row_bytes=length, row_stride_bytes=length)
     if axes != [(page.head_stride_bytes, page.heads)]:
-        raise UnsupportedCacheError(page.layer, "the content of its head slots is not contiguous", _SEPARATE)
+        raise UnsupportedCacheError(page.layer, "the content of its head slots is not contiguous")
     # Heads outside the blocks (LHBNC): the block has one run per slot.
     return replace(
         whole,
@@ -291,13 +287,13 @@ def _latent_page(page: LayerPages, spec: MLAAttentionSpec | SlidingWindowMLASpec
     but not in DeepSeek-V3.2.
     """
     if page.heads != 1:
-        raise UnsupportedCacheError(page.layer, f"its latent has {page.heads} heads in vLLM's view, not 1", _SEPARATE)
+        raise UnsupportedCacheError(page.layer, f"its latent has {page.heads} heads in vLLM's view, not 1")
     by_state = spec.dtype.is_floating_point or spec.cache_dtype_str in _PLAIN_FP8
     by_state |= spec.cache_dtype_str == "fp8_ds_mla" and spec.model_version is None
     if by_state and getattr(spec, "cache_role", None) is not SparseCacheRole.INDEXER:
         return replace(page, packing=f"tokens/{page.packing}")
     if page.row_stride_bytes != page.row_bytes:
-        raise UnsupportedCacheError(page.layer, "the rows of its packed page are not contiguous", _SEPARATE)
+        raise UnsupportedCacheError(page.layer, "the rows of its packed page are not contiguous")
     length = page.rows * page.row_bytes
     packing = f"packed states/{page.packing}"
     return replace(page, rows=1, row_bytes=length, row_stride_bytes=length, head_stride_bytes=length, packing=packing)
@@ -317,7 +313,7 @@ def total_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int:
     if total is None or total > tp_size or tp_size % total:
         told = "does not state their total" if total is None else f"states {total} in total"
         raise UnsupportedCacheError(
-            layer, f"it has 1 KV head on each of {tp_size} ranks, and the model's configuration {told}", _SEPARATE
+            layer, f"it has 1 KV head on each of {tp_size} ranks, and the model's configuration {told}"
         )
     return total
 

@@ -56,15 +56,12 @@ class Consumptions:
             self._outbox.stats.count("requests", "recomputed")
             self._outbox.orders.releases.append(Release(params.transfer_id, params.producer))
             return
-        others_wait = self._waits_for(params.producer.incarnation)
+        producers = {each.producer.incarnation for each in self._consumptions.values()}
+        producers |= {incarnation for _, incarnation in self._taken.values()}
         self._consumptions[request.request_id] = params
-        if others_wait and not params.computed:
+        if params.producer.incarnation in producers and not params.computed:
             self._queued.add(request.request_id)
             self._outbox.orders.queues.append(Queue(request.request_id, params.transfer_id, params.producer))
-
-    def _waits_for(self, incarnation: str) -> bool:
-        waiting = any(params.producer.incarnation == incarnation for params in self._consumptions.values())
-        return waiting or any(incarnation == other for _, other in self._taken.values())
 
     def awaits_prefix(self, request_id: str) -> bool:
         """Return whether this request waits for KV that another request of its transfer receives.

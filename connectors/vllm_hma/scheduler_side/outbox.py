@@ -16,9 +16,3 @@ class Outbox:
     def take_orders(self) -> Orders:
         taken, self.orders = self.orders, Orders()
         return taken
-
-    def take_stats(self) -> TandemStats | None:
-        if self.stats.is_empty():
-            return None
-        taken, self.stats = self.stats, TandemStats()
-        return taken

@@ -69,26 +69,20 @@ class _Production:
     windows: list[KVCacheBlock] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class Productions:
     """Prefill requests with a transfer, until their KV has been sent."""
 
-    def __init__(
-        self,
-        outbox: Outbox,
-        blocks: Blocks,
-        prompts: Prompts,
-        groups: tuple[Group, ...],
-        step_tokens: int,
-        drafts_read_next_token: bool,
-        speculates: bool,
-    ) -> None:
-        self._outbox = outbox
-        self._blocks = blocks
-        self._prompts = prompts
-        self._groups = groups
-        self._step_tokens = step_tokens
-        self._drafts_read_next_token = drafts_read_next_token
-        self.first_token_multiple = 0 if speculates else first_token_multiple(groups)
+    outbox: Outbox
+    blocks: Blocks
+    prompts: Prompts
+    groups: tuple[Group, ...]
+    step_tokens: int
+    drafts_read_next_token: bool
+    speculates: bool
+
+    def __post_init__(self) -> None:
+        self.first_token_multiple = 0 if self.speculates else first_token_multiple(self.groups)
         self._productions: dict[str, _Production] = {}
         # Prompt tokens left to compute, by request id, in order of arrival. A request preempted
         # after its last chunk comes last.
@@ -110,22 +104,22 @@ class Productions:
                 "the KV of request %s is not sent, so decode computes the prompt: %s", request.request_id, refusal
             )
             return
-        digest = self._prompts.digest(request)
+        digest = self.prompts.digest(request)
         if not params.first_token:
-            if self._drafts_read_next_token:
+            if self.drafts_read_next_token:
                 sample_last_token(request)
             drop_last_token(request)
             tokens = request.num_prompt_tokens
         # The consumer needs no KV of a prompt without a whole block.
         production = _Production(
-            params.transfer_id or uuid.uuid4().hex, tokens or request.num_prompt_tokens, [0] * len(self._groups)
+            params.transfer_id or uuid.uuid4().hex, tokens or request.num_prompt_tokens, [0] * len(self.groups)
         )
         if params.first_token and tokens:
             production.request = request
             hide_last_tokens(request, tokens)
         self._productions[request.request_id] = production
         self._tokens_left[request.request_id] = production.prompt_tokens
-        self._outbox.orders.expects.append(
+        self.outbox.orders.expects.append(
             Expect(
                 request.request_id,
                 production.transfer_id,
@@ -139,7 +133,7 @@ class Productions:
         if request.max_tokens != 1:
             # Decoding would move the windows, and vLLM would free blocks that the consumer needs.
             return f"a prefill request must set max_tokens=1, not {request.max_tokens}"
-        if any(ended.request_id == request.request_id for ended in self._outbox.orders.finished):
+        if any(ended.request_id == request.request_id for ended in self.outbox.orders.finished):
             # Workers apply `orders.finished` after `orders.expects`, so the end of the earlier
             # request would also end this one's transfer.
             return "an earlier request with this id ended in the same step"
@@ -151,7 +145,7 @@ class Productions:
                 "the request sets first_token, but this engine cannot sample first tokens (first_token_multiple is "
                 "0), because its model has states or speculative_config is set"
             )
-        if self._prompts.divides_image(request, tokens):
+        if self.prompts.divides_image(request, tokens):
             return "the KV would end within an image whose tokens attend to later ones"
         return None
 
@@ -165,7 +159,7 @@ class Productions:
         reason = (
             "" if complete else f"the prefill request ended before its KV was complete ({request.status.name.lower()})"
         )
-        self._outbox.orders.finished.append(Finished(request_id, complete, reason))
+        self.outbox.orders.finished.append(Finished(request_id, complete, reason))
         if not complete:
             self._end(request_id)
             return None
@@ -175,25 +169,25 @@ class Productions:
     def sent(self, request_ids: set[str]) -> None:
         for request_id in request_ids & self._productions.keys():
             self._end(request_id)
-            self._outbox.stats.count("requests", "sent")
+            self.outbox.stats.count("requests", "sent")
 
     def reset(self) -> None:
         """Order the workers to abort the transfers of prompts that vLLM has not finished."""
         for request_id, production in self._productions.items():
             if not production.complete:
                 reason = "the prefill engine was reset: its weights may have changed"
-                self._outbox.orders.finished.append(Finished(request_id, False, reason))
+                self.outbox.orders.finished.append(Finished(request_id, False, reason))
 
     def _end(self, request_id: str) -> None:
-        self._blocks.drop(self._productions.pop(request_id).windows)
+        self.blocks.drop(self._productions.pop(request_id).windows)
 
     def schedule(self, output: SchedulerOutput, orders: Orders) -> None:
         for request_id in output.preempted_req_ids or ():
             production = self._productions.get(request_id)
             if production is not None:
-                self._blocks.drop(production.windows)
+                self.blocks.drop(production.windows)
                 production.windows = []
-                production.sent = [0] * len(self._groups)
+                production.sent = [0] * len(self.groups)
                 self._tokens_left[request_id] = production.prompt_tokens
                 orders.preempted.append(request_id)
                 if production.request is not None:
@@ -210,7 +204,7 @@ class Productions:
         # The next step can reach these prompts, if vLLM keeps to arrival order.
         ahead = 0
         for request_id, tokens in self._tokens_left.items():
-            if ahead >= self._step_tokens:
+            if ahead >= self.step_tokens:
                 break
             self._start(request_id, orders)
             ahead += tokens
@@ -233,8 +227,8 @@ class Productions:
             del self._tokens_left[request_id]
             if production.request is not None:
                 # After a failed load of the KV store, vLLM computes the last chunk again.
-                self._blocks.drop(production.windows)
-                production.windows = self._blocks.take(request_id, self._windows_at(computed))
+                self.blocks.drop(production.windows)
+                production.windows = self.blocks.take(request_id, self._windows_at(computed))
                 show_last_tokens(production.request)
         return Chunk(request_id, new_ids, computed, computed == production.prompt_tokens)
 
@@ -243,7 +237,7 @@ class Productions:
             slice(first_needed_token(group, token) // group.block_tokens, token // group.block_tokens)
             if group.kind in WINDOWED
             else slice(0)
-            for group in self._groups
+            for group in self.groups
         ]
 
 

@@ -5,7 +5,7 @@ more. vLLM drops its references: it computes the request in other blocks, or the
 The scheduler side takes its own references before that.
 
 A rank's consumer state machine returns Received with ``quarantine``, and later Freed. A
-QuarantineReport brings both here with a step's output: ``begun`` not later than the request in
+WorkerReport brings both here with a step's output: ``begun`` not later than the request in
 ``finished_recving``. The references last from the first rank's ``begun`` to the last rank's
 ``ended``.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from connectors.vllm_hma.reports import Kept, QuarantineReport
+from connectors.vllm_hma.reports import Kept, WorkerReport
 from connectors.vllm_hma.scheduler_side.blocks import Blocks
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Quarantine:
     def block_ids(self) -> set[int]:
         return {block.block_id for hold in self._holds.values() for block in hold.blocks}
 
-    def take(self, report: QuarantineReport) -> None:
+    def take(self, report: WorkerReport) -> None:
         """Call it before vLLM handles ``finished_recving`` of the same output and frees blocks."""
         for kept in report.begun:
             if kept not in self._holds:

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from connectors.codec import decode_agent_metadata
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class SchedulerConnector:
     """Scheduler side of one engine, in the engine core's process.
 
@@ -49,29 +50,30 @@ class SchedulerConnector:
                   vllm/v1/core/sched/scheduler.py)
     """
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        incarnation: str,
-        tp_size: int,
-        groups: tuple[Group, ...],
-        step_tokens: int,
-        drafts_read_next_token: bool = False,
-        speculates: bool = False,
-        lookahead_tokens: int = 0,
-        whole_images: bool = False,
-        receives: bool = True,
-    ) -> None:
-        self._config = config
-        self._receives = receives
-        self._incarnation = incarnation
-        self._tp_size = tp_size
-        self.blocks = Blocks(lookahead_tokens)
+    config: ConnectorConfig
+    incarnation: str
+    tp_size: int
+    groups: tuple[Group, ...]
+    step_tokens: int
+    drafts_read_next_token: bool = False
+    speculates: bool = False
+    lookahead_tokens: int = 0
+    whole_images: bool = False
+    receives: bool = True
+
+    def __post_init__(self) -> None:
+        self.blocks = Blocks(self.lookahead_tokens)
         self.quarantine = Quarantine(self.blocks)
         self._outbox = Outbox()
-        self._prompts = prompts = Prompts(whole_images)
+        self._prompts = prompts = Prompts(self.whole_images)
         self.productions = Productions(
-            self._outbox, self.blocks, prompts, groups, step_tokens, drafts_read_next_token, speculates
+            self._outbox,
+            self.blocks,
+            prompts,
+            self.groups,
+            self.step_tokens,
+            self.drafts_read_next_token,
+            self.speculates,
         )
         self.consumptions = Consumptions(self._outbox, self.blocks, prompts, self.quarantine)
         self.moves = Moves(self._outbox, prompts)
@@ -89,21 +91,21 @@ class SchedulerConnector:
         """
         workers = {tp_rank: decode_agent_metadata(meta.agent_metadata) for (_, tp_rank), meta in rank_metadata.items()}
         engine = engine_metadata(workers)
-        self.described["identity"] = engine_identity(engine, self._config.keys.identity)
+        self.described["identity"] = engine_identity(engine, self.config.keys.identity)
         encoded = [rank_metadata[key].agent_metadata for key in sorted(rank_metadata)]
         self._server = MetadataProcess(
-            self._config.side_channel_host, self._config.side_channel_port, encoded, self._config.keys.identity
+            self.config.side_channel_host, self.config.side_channel_port, encoded, self.config.keys.identity
         )
-        if not self._config.keys.identity and not _loopback(self._config.side_channel_host):
+        if not self.config.keys.identity and not self.config.on_loopback:
             logger.warning(
                 "Tandem: no secret is set, so every client that can connect to %s can write to this engine's memory; "
                 "set transfer.secret (kv_connector_extra_config: secret)",
-                self._config.side_channel_host,
+                self.config.side_channel_host,
             )
         logger.info(
             "Tandem: engine %s serves its agent metadata on %s:%d",
-            self._incarnation,
-            self._config.side_channel_host,
+            self.incarnation,
+            self.config.side_channel_host,
             self._server.port,
         )
         return engine
@@ -131,7 +133,7 @@ class SchedulerConnector:
         elif params is not None and request.prompt_embeds is not None:
             # No digest covers prompt embeddings, so the two requests could not be compared.
             _not_transferred(request, "it has prompt embeddings")
-        elif isinstance(params, ConsumeParams) and not self._receives:
+        elif isinstance(params, ConsumeParams) and not self.receives:
             _not_transferred(request, "this engine's kv_role is kv_producer; set kv_consumer or kv_both")
         elif isinstance(params, ConsumeParams):
             self.consumptions.new(request, params)
@@ -139,7 +141,7 @@ class SchedulerConnector:
             self.productions.new(request, params)
 
     def _supervise(self, request_id: str, params: LostParams | MoveParams) -> None:
-        if not self._config.believes(params.supervisor):
+        if not self.config.believes(params.supervisor):
             logger.warning(
                 "Tandem: ignored %s of request %.80s: it does not have this engine's supervisor token",
                 type(params).__name__,
@@ -179,13 +181,13 @@ class SchedulerConnector:
         logger.warning(
             "Tandem: the caches of engine %s were reset, so it shares no KV until it restarts: its weights may not be "
             "those of its files",
-            self._incarnation,
+            self.incarnation,
         )
         self._prompts.reset()
         self.productions.reset()
 
     def stats(self) -> TandemStats | None:
-        return self._outbox.take_stats()
+        return self._outbox.stats.take()
 
     def orders(self, output: SchedulerOutput) -> Orders:
         orders = self._outbox.take_orders()
@@ -205,14 +207,14 @@ class SchedulerConnector:
         assert self._server is not None, (
             "the side channel has not been started: vLLM has not passed the workers' metadata"
         )
-        address = EngineAddress(self._incarnation, self._config.reachable_host, self._server.port)
+        address = EngineAddress(self.incarnation, self.config.reachable_host, self._server.port)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": address.incarnation,
             "remote_host": address.host,
             "remote_port": address.port,
-            "tp_size": self._tp_size,
+            "tp_size": self.tp_size,
         }
 
 
@@ -220,10 +222,3 @@ def _not_transferred(request: Request, reason: str) -> None:
     logger.warning(
         "request %s: its KV is not transferred, and this engine computes its prompt: %s", request.request_id, reason
     )
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -7,21 +7,18 @@ the progress thread answers peers, polls writes and checks deadlines meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from connectors.codec import decode
 from connectors.errors import PlanError, TransportError, WireError
-from connectors.planning.blocks import wanted_blocks
-from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import (
     Connect,
     ConsumerAction,
@@ -40,7 +37,6 @@ from connectors.protocol.consumer import Consumer
 from connectors.protocol.engines import Partner
 from connectors.protocol.params import names_engine
 from connectors.protocol.producer import Producer
-from connectors.protocol.reception import Order
 from connectors.protocol.wire import AwaitStart, Cancel, Hello, Message, Offer, Peer, Refused, Welcome
 from connectors.transport.base import Transport
 from connectors.transport.device_digest import CacheMemory
@@ -51,10 +47,11 @@ from connectors.vllm_hma.handshake.peers import Peers
 from connectors.vllm_hma.handshake.probe import WorkerProbe
 from connectors.vllm_hma.metrics import RankTally, TandemStats
 from connectors.vllm_hma.orders import Finished, Orders, Receive
-from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
+from connectors.vllm_hma.reports import Kept, WorkerReport
 from connectors.vllm_hma.worker_side.accelerator import set_thread_device
 from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
-from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, StepFence, Steps, Zeroed
+from connectors.vllm_hma.worker_side.receiving import Verifier, order_of
+from connectors.vllm_hma.worker_side.steps import Begun, Ended, LayersComputed, StepFence, Steps, Zeroed
 from connectors.vllm_hma.worker_side.trace import Trace
 from connectors.vllm_hma.worker_side.writes import Writes
 
@@ -131,10 +128,8 @@ class WorkerRuntime:
             "checking deadlines of received transfers": lambda now: self._perform(self._consumer.tick(now)),
             "watching workers": self._watch_workers,
         }
-        self._sent: set[str] = set()
-        self._received: dict[str, str | None] = {}
-        self._due: list[Due] = []
-        self._quarantine = QuarantineReport()
+        self._results = KVConnectorTransferResults()
+        self._report = WorkerReport()
         set_device = partial(set_thread_device, fence.device)
         self._handshaker = Handshaker(
             agent_metadata,
@@ -149,11 +144,7 @@ class WorkerRuntime:
             set_device,
         )
         self._probe = WorkerProbe(config.limits.cancel_s, config.keys.identity, self._worker_lost, set_device)
-        self._set_device = set_device
-        # No initializer: a failed one would make the pool refuse all work.
-        self._verifier = ThreadPoolExecutor(1, "tandem-verify")
-        # Start the thread now: a later submission that cannot start it would never run.
-        self._verifier.submit(set_device)
+        self._verifier = Verifier(set_device, self._verified)
         self._progress_thread = ProgressThread(self._progress, _IDLE_S, set_device)
         self._progress_thread.start()
 
@@ -167,18 +158,12 @@ class WorkerRuntime:
         each was begun.
         """
         with self._lock:
-            for expect in orders.expects:
-                self._perform(
-                    self._producer.expect(
-                        expect.request_id,
-                        expect.transfer_id,
-                        expect.prompt_tokens,
-                        expect.prompt_digest,
-                        time.monotonic(),
-                    )
-                )
+            now = time.monotonic()
+            for each in orders.expects:
+                expected = each.request_id, each.transfer_id, each.prompt_tokens, each.prompt_digest
+                self._perform(self._producer.expect(*expected, now))
             for request_id in orders.starts:
-                self._perform(self._producer.starting(request_id, time.monotonic()))
+                self._perform(self._producer.starting(request_id, now))
             for finished in orders.finished:
                 if not finished.held:
                     self._steps.drop(finished.request_id)
@@ -186,7 +171,6 @@ class WorkerRuntime:
             # Only rank 0 of the decode engine sends AwaitStart: a prompt starts on all ranks of the
             # prefill engine in one step.
             for queue in orders.queues if self.agent_metadata.rank == 0 else ():
-                now = time.monotonic()
                 self._perform(self._consumer.queue(queue.request_id, queue.transfer_id, queue.producer, now))
         if orders.expects or orders.queues:
             # An idle progress thread pauses longer than a peer needs to answer.
@@ -274,24 +258,20 @@ class WorkerRuntime:
                 if finished.held:
                     self._finish(finished)
 
-    def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Run a round, and return the (sent, received, failed) request ids since the last call.
-
-        ``sent``      prefill requests of which this rank sends no more KV
-        ``received``  decode requests whose wait for KV has ended; includes ``failed``
+    def results(self) -> KVConnectorTransferResults:
+        """Run a round, and return the ends since the last call: of prefill requests of which this
+        rank sends no more KV, and of decode requests' waits for KV.
         """
         with self._lock:
             self._try_round(time.monotonic())
-            sent, received = self._sent, self._received
-            self._sent, self._received = set(), {}
-        return sent, set(received), {request_id for request_id, failure in received.items() if failure is not None}
+            taken, self._results = self._results, KVConnectorTransferResults()
+        return taken
 
     def report(self) -> WorkerReport | None:
         """Call after ``results`` of the step: it must include their quarantine."""
         with self._lock:
-            report = WorkerReport(self._quarantine, self._due)
-            self._quarantine, self._due = QuarantineReport(), []
-        return report or None
+            taken, self._report = self._report, WorkerReport()
+        return taken or None
 
     def stats(self) -> TandemStats | None:
         with self._lock:
@@ -307,7 +287,7 @@ class WorkerRuntime:
         self._progress_thread.close()
         self._handshaker.close()
         self._probe.close()
-        self._verifier.shutdown(cancel_futures=True)
+        self._verifier.close()
         with self._lock:
             self._transport.close()
             self._trace.close()
@@ -350,29 +330,26 @@ class WorkerRuntime:
             except Exception:
                 logger.exception("Tandem: cannot handle a frame from %.80s", sender)
 
-    def _take_computed(self, now: float) -> None:
-        for entry in self._steps.passed():
-            self._computed(entry, now)
-
     def _watch_workers(self, now: float) -> None:
         suspects = self._consumer.suspects()
         self._probe.watch(suspects | self._producer.suspects(), self._consumer.addresses() if suspects else ())
 
-    def _computed(self, entry: Entry, now: float) -> None:
-        match entry:
-            case Begun(chunks):
-                for chunk in chunks:
-                    self._producer.begin(chunk.request_id, chunk.new_ids, chunk.computed_tokens)
-            case LayersComputed(request_ids, group, stop):
-                self._perform(self._producer.layers_computed(request_ids, group, stop, now))
-            case Ended(chunks, begun):
-                for chunk in chunks:
-                    self._trace.event("chunk", request=chunk.request_id, tokens=chunk.computed_tokens)
-                    new_ids = [()] * len(chunk.new_ids) if chunk.request_id in begun else chunk.new_ids
-                    self._perform(self._producer.progress(chunk.request_id, new_ids, chunk.computed_tokens, now))
-            case Zeroed(receives):
-                for receive in receives:
-                    self._receive(receive, now)
+    def _take_computed(self, now: float) -> None:
+        for entry in self._steps.passed():
+            match entry:
+                case Begun(chunks):
+                    for chunk in chunks:
+                        self._producer.begin(chunk.request_id, chunk.new_ids, chunk.computed_tokens)
+                case LayersComputed(request_ids, group, stop):
+                    self._perform(self._producer.layers_computed(request_ids, group, stop, now))
+                case Ended(chunks, begun):
+                    for chunk in chunks:
+                        self._trace.event("chunk", request=chunk.request_id, tokens=chunk.computed_tokens)
+                        new_ids = [()] * len(chunk.new_ids) if chunk.request_id in begun else chunk.new_ids
+                        self._perform(self._producer.progress(chunk.request_id, new_ids, chunk.computed_tokens, now))
+                case Zeroed(receives):
+                    for receive in receives:
+                        self._receive(receive, now)
 
     def frame_received(self, sender: str, frame: bytes, now: float) -> None:
         """Drop a malformed frame, one with a wrong tag, sender or receiver, and a stranger's."""
@@ -428,7 +405,7 @@ class WorkerRuntime:
                 self._progress_thread.wake()
                 return self._writes.begin(write)
             case Sent(request_id):
-                self._sent.add(request_id)
+                self._results.finished_sending.add(request_id)
                 self._trace.event("sent", request=request_id)
             case Forget(peer):
                 self._peers.forget(peer)
@@ -436,21 +413,22 @@ class WorkerRuntime:
                 self._handshaker.connect(engine)
                 self._progress_thread.wake()
             case Due(request_id, transfer_id, failure) as due:
-                self._due.append(due)
+                self._report.due.append(due)
                 if failure is not None:
                     self._ended(request_id, failure)
                 self._trace.event("due", request=request_id, transfer=transfer_id, failure=failure)
             case Verify() as verify:
-                with contextlib.suppress(RuntimeError):  # after ``close``
-                    self._verifier.submit(self._verify, verify)
+                self._verifier.submit(verify)
             case Received(request_id, failure, quarantine):
-                self._received[request_id] = failure
+                self._results.finished_recving.add(request_id)
+                if failure is not None:
+                    self._results.failed_recving.add(request_id)
                 if quarantine is not None:
-                    self._quarantine.begun.append(Kept(request_id, quarantine))
+                    self._report.begun.append(Kept(request_id, quarantine))
                 self._ended(request_id, failure)
                 self._trace.event("received", request=request_id, failure=failure)
             case Freed(request_id, transfer_id):
-                self._quarantine.ended.append(Kept(request_id, transfer_id))
+                self._report.ended.append(Kept(request_id, transfer_id))
         return ()
 
     def _ended(self, request_id: str, failure: str | None) -> None:
@@ -473,12 +451,8 @@ class WorkerRuntime:
 
     def _receive(self, receive: Receive, now: float) -> None:
         self._tally.asked(receive.request_id, now)
-        groups = self.agent_metadata.layout.groups
         try:
-            wanted = tuple(
-                wanted_blocks(group, table, _first_token(group, receive), receive.end_token)
-                for group, table in zip(groups, receive.tables, strict=True)
-            )
+            order = order_of(receive, self.agent_metadata.layout.groups)
         except PlanError as error:
             self._refuse(receive, str(error), now)
             return
@@ -486,15 +460,7 @@ class WorkerRuntime:
             "receive",
             request=receive.request_id,
             transfer=receive.transfer_id,
-            blocks={group.index: len(blocks) for group, blocks in zip(groups, wanted, strict=True)},
-        )
-        order = Order(
-            receive.request_id,
-            receive.transfer_id,
-            receive.producer,
-            receive.end_token,
-            receive.prompt_digest,
-            wanted,
+            blocks=dict(enumerate(map(len, order.groups))),
         )
         self._perform(self._consumer.start(order, now))
 
@@ -512,20 +478,12 @@ class WorkerRuntime:
         with self._lock:
             self._perform(self._consumer.connect_failed(incarnation, reason, time.monotonic()))
 
-    def _verify(self, verify: Verify) -> None:
-        started_at = time.monotonic()
-        try:
-            self._set_device()
-            problem = verify.problem()
-        except Exception as error:
-            logger.exception("Tandem: cannot verify the KV of transfer %s, so the transfer fails", verify.transfer_id)
-            problem = f"computing the digest failed: {error!r}"
+    def _verified(self, verify: Verify, problem: str | None, seconds: float) -> None:
         with self._lock:
-            now = time.monotonic()
             # Without an expected digest, units that have arrived before Fin were hashed.
             name = "verified" if verify.expected else "hashed"
-            self._trace.event(name, transfer=verify.transfer_id, seconds=now - started_at, problem=problem)
-            self._perform(self._consumer.verified(verify.transfer_id, verify.peer, problem, now))
+            self._trace.event(name, transfer=verify.transfer_id, seconds=seconds, problem=problem)
+            self._perform(self._consumer.verified(verify.transfer_id, verify.peer, problem, time.monotonic()))
 
     def _worker_lost(self, peer: Peer, reason: str) -> None:
         with self._lock:
@@ -535,7 +493,3 @@ class WorkerRuntime:
 
 def _receives_from(engines: str, receive: Receive) -> bool:
     return names_engine(engines, receive.producer.incarnation)
-
-
-def _first_token(group: Group, receive: Receive) -> int:
-    return max(receive.start_token, receive.loaded_token) if group.kind is GroupKind.FULL else receive.start_token

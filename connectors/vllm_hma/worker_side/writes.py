@@ -72,6 +72,7 @@ class OpenWrite:
     failed: bool = False
 
 
+@dataclass(eq=False)
 class Writes:
     """Writes of one rank: posts and polls them, and reports their ends to the producer.
 
@@ -80,25 +81,16 @@ class Writes:
     ``poll`` return the actions with which the producer answers the reports.
     """
 
-    def __init__(
-        self,
-        source: MemoryKind,
-        transport: Transport,
-        message_sender: MessageSender,
-        peers: Peers,
-        producer: Producer,
-        tally: RankTally,
-        trace: Trace,
-        lock: threading.RLock,
-    ) -> None:
-        self._source = source
-        self._transport = transport
-        self._message_sender = message_sender
-        self._peers = peers
-        self._producer = producer
-        self._tally = tally
-        self._trace = trace
-        self._lock = lock
+    source: MemoryKind
+    transport: Transport
+    message_sender: MessageSender
+    peers: Peers
+    producer: Producer
+    tally: RankTally
+    trace: Trace
+    lock: threading.RLock
+
+    def __post_init__(self) -> None:
         self._open: dict[int, OpenWrite] = {}
         self._unposted: deque[OpenWrite] = deque()
         self._slow_logged = False
@@ -112,29 +104,29 @@ class Writes:
         return opened is not None and opened.since > than
 
     def begin(self, write: Write) -> list[ProducerAction]:
-        try:
-            target, plan = self._target(write)
-        except Exception as error:
-            return self._producer.write_refused(write.write_id, self._reason(error), time.monotonic())
-        opened = OpenWrite(write, target, plan, time.monotonic())
+        now, known = time.monotonic(), self.peers.plan(write.peer)
+        if known is None:
+            error = TransportError(agent_name(write.peer), "the consumer worker has been removed")
+            return self.producer.write_refused(write.write_id, self._reason(error), now)
+        opened = OpenWrite(write, *known, now)
         self._open[write.write_id] = opened
         self._unposted.append(opened)
         return []
 
     def post_slice(self) -> bool:
         """Post the oldest write's next slice; return whether there was one. Never raises."""
-        with self._lock:
+        with self.lock:
             if not self._unposted:
                 return False
             opened = self._unposted[0]
-            opened.dropped = not self._producer.wants(opened.write.write_id)
+            opened.dropped = not self.producer.wants(opened.write.write_id)
         try:
             if not opened.dropped and opened.error is None:
                 self._post(opened)
         except Exception as error:
             opened.error = opened.error or error
         if opened.dropped or opened.error is not None or not opened.slices:
-            with self._lock:
+            with self.lock:
                 self._unposted.popleft()
                 opened.posting = False
         return True
@@ -144,7 +136,7 @@ class Writes:
         actions: list[ProducerAction] = []
         for write_id, opened in list(self._open.items()):
             try:
-                while opened.handles and self._transport.poll(opened.handles[0]):
+                while opened.handles and self.transport.poll(opened.handles[0]):
                     opened.handles.popleft()
             except Exception as error:
                 opened.handles.popleft()
@@ -168,13 +160,13 @@ class Writes:
         write = opened.write
         if opened.slices is None:
             runs = build_runs(opened.plan, write.moves)
-            host = self._source.memory == "DRAM"
+            host = self.source.memory == "DRAM"
             opened.runs, opened.size_bytes = len(runs), runs.total_bytes
             opened.slices = deque(runs.slices(SLICE_RUNS, HOST_SLICE_BYTES if host else runs.total_bytes))
             if not opened.slices:
                 return
             # Detect a broken connection with a message first: a failed write may have sent parts.
-            self._message_sender.check(write.peer, Alive(write.transfer_id))
+            self.message_sender.check(write.peer, Alive(write.transfer_id))
             opened.posted_at = time.monotonic()
         try:
             opened.handles.append(self._posted(agent_name(write.peer), opened.slices.popleft(), opened.target))
@@ -190,42 +182,36 @@ class Writes:
     def _ended(self, opened: OpenWrite, now: float) -> list[ProducerAction]:
         write_id = opened.write.write_id
         if opened.error is not None:
-            report = self._producer.write_failed if opened.failed else self._producer.write_refused
+            report = self.producer.write_failed if opened.failed else self.producer.write_refused
             return report(write_id, self._reason(opened.error), now)
         if opened.dropped:
-            return self._producer.write_refused(write_id, "its delivery has ended", now)
+            return self.producer.write_refused(write_id, "its delivery has ended", now)
         if opened.runs:
             seconds = opened.arrived_at - opened.posted_at
-            slow = "VRAM" in (self._source.memory, opened.target.memory) and is_slow(
+            slow = "VRAM" in (self.source.memory, opened.target.memory) and is_slow(
                 opened.size_bytes, opened.runs, seconds
             )
-            self._tally.written(opened.write.peer.incarnation, opened.size_bytes, seconds, slow)
-            self._trace.event("written", write=write_id)
+            self.tally.written(opened.write.peer.incarnation, opened.size_bytes, seconds, slow)
+            self.trace.event("written", write=write_id)
             if slow and not self._slow_logged:
                 self._slow_logged = True
                 size = opened.size_bytes
                 logger.warning(_SLOW, size / 1e6, 1e3 * seconds, size / seconds / 1e9)
-        self._producer.write_posted(write_id, opened.size_bytes)
-        return self._producer.write_done(write_id, now)
-
-    def _target(self, write: Write) -> tuple[MemoryKind, PairPlan]:
-        known = self._peers.plan(write.peer)
-        if known is None:
-            raise TransportError(agent_name(write.peer), "the consumer worker has been removed")
-        return known
+        self.producer.write_posted(write_id, opened.size_bytes)
+        return self.producer.write_done(write_id, now)
 
     def _posted(self, peer: str, runs: Runs, target: MemoryKind) -> WriteHandle:
         try:
-            return self._transport.write(peer, runs, self._source, target)
+            return self.transport.write(peer, runs, self.source, target)
         except FailedWriteError:
             # No retry: a second write could complete before the bytes of the first have arrived.
             raise
         except TransportError as error:
-            self._message_sender.reconnect(peer, error)
-            return self._transport.write(peer, runs, self._source, target)
+            self.message_sender.reconnect(peer, error)
+            return self.transport.write(peer, runs, self.source, target)
 
     def _reason(self, error: Exception) -> str:
-        self._tally.write_ended("failed")
+        self.tally.write_ended("failed")
         if isinstance(error, TandemError):
             logger.warning("Tandem: %s", error)
         else:
@@ -250,7 +236,7 @@ class Writes:
         if write.digest is None or opened.error is not None:
             return True
         try:
-            return not self._producer.wants(write.write_id) or write.digest.ready()
+            return not self.producer.wants(write.write_id) or write.digest.ready()
         except Exception:
             return True  # ``hexdigest`` fails, too, and the producer aborts the delivery
 
@@ -258,10 +244,10 @@ class Writes:
         write, sizes = opened.write, Counter[int]()
         for move in write.moves:
             sizes[move.group] += move_bytes(opened.plan, move)
-        with self._lock:
+        with self.lock:
             for group, size in sizes.items():
-                self._tally.sent_bytes(group, size)
-        self._trace.event(
+                self.tally.sent_bytes(group, size)
+        self.trace.event(
             "write",
             write=write.write_id,
             transfer=write.transfer_id,

@@ -29,7 +29,7 @@ from connectors.protocol.agent_metadata import AgentMetadata
 from connectors.protocol.params import EMITTED_TOKENS
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Orders
-from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
+from connectors.vllm_hma.reports import Kept, WorkerReport
 from connectors.vllm_hma.upstream.vllm_emitted_tokens import emitted_tokens
 from testing.connector_state import snapshot
 from tests.campaigns.runner import Report
@@ -382,7 +382,7 @@ class Engine(Core):
         for each in due:
             del rank.queued[each.request_id]
         self.counts["due"] += len(due)
-        report = QuarantineReport()
+        report = WorkerReport(due=due, requested=orders.report)
         for request_id in sorted(received):
             del rank.receives[request_id]
             transfer_id, blocks = rank.fills.pop(request_id)
@@ -405,7 +405,7 @@ class Engine(Core):
             finished_sending=sent,
             finished_recving=received | late,
             failed_recving=failed | late,
-            kv_connector_worker_meta=WorkerReport(report, due, requested=orders.report) or None,
+            kv_connector_worker_meta=report or None,
         )
 
     def later(self, most: int = 40) -> int:

@@ -55,7 +55,7 @@ def cpu_parts(config: VllmConfig, page: LayerPages, spec: AttentionSpec, size: i
     tokens = page.rows
     if page.row_stride_bytes != page.row_bytes:
         problem = "its heads are not contiguous in memory, but CPU attention requires contiguous heads"
-        raise UnsupportedCacheError(page.layer, problem, "serve this model without Tandem's connector")
+        raise UnsupportedCacheError(page.layer, problem)
     isa = instruction_set(config, tokens, spec.head_size)
     parts, offset = [], 0
     for name, head_size, stripe in zip(
