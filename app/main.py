@@ -47,7 +47,7 @@ UNREAD_MARGIN_S = 10.0
 
 
 class DeployedModel(NamedTuple):
-    """The engines of one model, whose bound deployments Serve replaces by handles."""
+    """`ModelEngines` with bound deployments, which Serve replaces by handles, in place of pools."""
 
     prefill: Any
     decode: Any
@@ -95,12 +95,7 @@ class HttpRouter(RouterReplica):
             settings.limits(),
             *(
                 ModelEngines(
-                    EnginePool("prefill", one.prefill, client),
-                    EnginePool("decode", one.decode, client),
-                    one.names,
-                    one.allows_adapters,
-                    one.adapters,
-                    one.suffix,
+                    EnginePool("prefill", one.prefill, client), EnginePool("decode", one.decode, client), *one[2:]
                 )
                 for one in models
             ),

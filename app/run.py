@@ -28,6 +28,7 @@ import psutil
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from actors.engine.arguments import check_arguments
 from actors.tls import local_opener
 from app.installation import EXAMPLE, config_file, environment
 from app.launch_environment import (
@@ -37,7 +38,6 @@ from app.launch_environment import (
     shared_memory,
 )
 from app.start_screen import (
-    EngineReport,
     EngineStages,
     Screen,
     StartFailure,
@@ -190,8 +190,6 @@ def url_of(config: dict[str, Any], settings: ServiceSettings) -> str:
 
 def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
     from ray.serve.schema import ServeDeploySchema
-
-    from actors.engine.arguments import check_arguments
 
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -453,11 +451,10 @@ class Watcher:
                 self._watch.close()
 
     def _look(self) -> bool:
-        """Print new stages; return True once the start has succeeded or failed."""
         application = self._application()
         if application is None:
             return False
-        reports = [EngineReport(**report) for report in self._watch.reports().values()]
+        reports = self._watch.reports()
         messages = [one.message.strip() for one in application.deployments.values()]
         waiting = next((message.splitlines()[0] for message in messages if AWAITED in message), "")
         for line in self._stages.advance(reports, self._screen.elapsed_s, waiting):

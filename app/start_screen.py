@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from actors.engine.startup.start_log import STAGES
+from actors.engine.startup.start_log import STAGES, EngineReport
 from configs.settings.base import ROLES, RoleName
 from configs.settings.service import ServiceSettings
 
@@ -21,16 +21,6 @@ The interval doubles with each reminder.
 
 MAX_ERROR_LINES = 12
 LABEL_WIDTH = 66
-
-
-@dataclass(frozen=True)
-class EngineReport:
-    """One engine's report of its start (`actors/engine/startup/start_progress.py`)."""
-
-    role: str
-    stage: str
-    error: str | None = None
-    log: str = ""
 
 
 @dataclass(frozen=True)

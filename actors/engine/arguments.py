@@ -1,18 +1,18 @@
 """Derive a vLLM engine's arguments and environment from the settings; check the settings."""
 
 import ast
-import dataclasses
 import difflib
-import importlib
-import importlib.util
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from configs.settings.auth import VLLM_API_KEY_VARIABLE
 from configs.settings.base import ROLES, RoleName, SettingsError
-from configs.settings.deployment import PlacementSettings, RoleSettings
+from configs.settings.deployment import PlacementSettings
 from configs.settings.service import ServiceSettings
 
 OWNED = {
@@ -83,42 +83,29 @@ CPU_DEFAULTS = {
 
 @cache
 def engine_argument_names() -> frozenset[str]:
-    return _fields("vllm.engine.arg_utils", "AsyncEngineArgs")
+    return _fields("engine/arg_utils.py", "AsyncEngineArgs")
 
 
 @cache
 def frontend_argument_names() -> frozenset[str]:
-    return _fields("vllm.entrypoints.launchers.cli_args", "FrontendArgs")
+    return _fields("entrypoints/launchers/cli_args.py", "FrontendArgs")
 
 
 def _fields(module: str, name: str) -> frozenset[str]:
     """Return a vLLM dataclass's public fields, from its source: an import takes 8 s of CPU time."""
-    names = fields_in_source(_source(module), name)
-    if names is None:
-        names = {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}
-    return frozenset(field for field in names if not field.startswith("_"))
-
-
-def _source(module: str) -> str:
-    top, *rest = module.split(".")
-    spec = importlib.util.find_spec(top)
+    spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
-        raise SettingsError(f"{top} is not installed: run `make install`")
-    path = Path(spec.submodule_search_locations[0]).joinpath(*rest).with_suffix(".py")
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+        raise SettingsError("vllm is not installed: run `make install`")
+    source = Path(spec.submodule_search_locations[0], module).read_text(encoding="utf-8")
+    return frozenset(field for field in fields_in_source(source, name) if not field.startswith("_"))
 
 
-def fields_in_source(source: str, name: str) -> set[str] | None:
-    """Return the annotated fields of dataclass `name` and of its bases; None if one is missing."""
+def fields_in_source(source: str, name: str) -> set[str]:
+    """Return the annotated fields of dataclass `name` and of its bases, all in `source`."""
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    if name not in classes:
-        return None
     found: set[str] = set()
     for base in classes[name].bases:
-        inherited = fields_in_source(source, base.id) if isinstance(base, ast.Name) else None
-        if inherited is None:
-            return None
-        found |= inherited
+        found |= fields_in_source(source, ast.unparse(base))
     for node in classes[name].body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             annotation = ast.unparse(node.annotation)
@@ -132,7 +119,7 @@ def check_arguments(settings: ServiceSettings) -> None:
 
     vLLM checks the values of its arguments when the engine starts.
     """
-    problems = _bad_selector("router", settings.router)
+    problems = [*_bad_selector("router", settings.router)]
     for i, one in enumerate(settings.each_model().values()):
         where = f"models.{i}." if settings.models else ""
         problems += [where + problem for problem in _model_problems(one)]
@@ -140,95 +127,74 @@ def check_arguments(settings: ServiceSettings) -> None:
         raise SettingsError("\n".join(problems))
 
 
-def _model_problems(settings: ServiceSettings) -> list[str]:
+def _model_problems(settings: ServiceSettings) -> Iterator[str]:
     engine, frontend = engine_argument_names(), frontend_argument_names()
-    misplaced_in_engine = dict.fromkeys(frontend - engine, "set it under `frontend`") | WITHOUT_EFFECT
-    misplaced_in_frontend = dict.fromkeys(engine - frontend, "set it under `engine`")
-    return [
-        *_unknown("engine", settings.engine, engine, misplaced_in_engine),
-        *_unknown("prefill.engine", settings.prefill.engine, engine, misplaced_in_engine),
-        *_unknown("decode.engine", settings.decode.engine, engine, misplaced_in_engine),
-        *_unknown("frontend", settings.frontend, frontend, misplaced_in_frontend),
-        *_useless_frontend(settings),
-        *_no_adapters(settings),
-        *_engine_keys("prefill", settings.prefill),
-        *_engine_keys("decode", settings.decode),
-        *_bad_selector("prefill", settings.prefill),
-        *_bad_selector("decode", settings.decode),
-        *_bad_autoscaling("prefill", settings.prefill),
-        *_bad_autoscaling("decode", settings.decode),
-    ]
-
-
-def _no_adapters(settings: ServiceSettings) -> list[str]:
+    misplaced = dict.fromkeys(frontend - engine, "set it under `frontend`") | WITHOUT_EFFECT
+    yield from _unknown("engine", settings.engine, engine, misplaced)
+    for name in ROLES:
+        yield from _unknown(f"{name}.engine", settings.role(name).engine, engine, misplaced)
+    misplaced = dict.fromkeys(engine - frontend, "set it under `engine`")
+    yield from _unknown("frontend", settings.frontend, frontend, misplaced)
+    yield from _useless_frontend(settings)
     lora = all(engine_arguments(settings, role).get("enable_lora") for role in ROLES)
     if settings.allow_runtime_lora_updating and not lora:
-        return ["allow_runtime_lora_updating: needs `enable_lora: true` in the engine arguments of both roles"]
-    return []
+        yield "allow_runtime_lora_updating: needs `enable_lora: true` in the engine arguments of both roles"
+    for name in ROLES:
+        role = settings.role(name)
+        if VLLM_API_KEY_VARIABLE in role.environment:
+            yield f"{name}.environment.{VLLM_API_KEY_VARIABLE}: cannot be set here; set `auth.api_keys`"
+        yield from _bad_selector(name, role)
+        if not isinstance(role.replicas, int):
+            yield from _bad_autoscaling(f"{name}.replicas", role.replicas)
 
 
-def _unknown(where: str, given: Mapping[str, Any], known: Collection[str], misplaced: Mapping[str, str]) -> list[str]:
+def _unknown(where: str, given: Collection[str], known: Collection[str], misplaced: Mapping[str, str]) -> Iterator[str]:
     remedies = {**misplaced, **OWNED}
-    elsewhere = [f"{where}.{key}: cannot be set here; {remedies[key]}" for key in given if key in remedies]
-    return elsewhere + _not_among([key for key in given if key not in remedies], known, where, "vLLM")
+    yield from (f"{where}.{key}: cannot be set here; {remedies[key]}" for key in given if key in remedies)
+    yield from _not_among([key for key in given if key not in remedies], known, where, "vLLM")
 
 
-def _useless_frontend(settings: ServiceSettings) -> list[str]:
+def _useless_frontend(settings: ServiceSettings) -> Iterator[str]:
     given = settings.frontend
-    problems = [f"frontend.{key}: has no effect; {WITHOUT_EFFECT[key]}" for key in given if key in WITHOUT_EFFECT]
+    yield from (f"frontend.{key}: has no effect; {WITHOUT_EFFECT[key]}" for key in given if key in WITHOUT_EFFECT)
     if given.get("enable_auto_tool_choice") and not given.get("tool_call_parser"):
-        problems.append("frontend.enable_auto_tool_choice: needs `tool_call_parser`")
-    if given.get("enable_log_outputs"):
-        problems += [
-            f"frontend.enable_log_outputs: needs `enable_log_requests: true` in the engine arguments of {name}"
-            for name in ROLES
-            if not engine_arguments(settings, name).get("enable_log_requests")
-        ]
-    return problems
+        yield "frontend.enable_auto_tool_choice: needs `tool_call_parser`"
+    for name in ROLES:
+        if given.get("enable_log_outputs") and not engine_arguments(settings, name).get("enable_log_requests"):
+            yield f"frontend.enable_log_outputs: needs `enable_log_requests: true` in the engine arguments of {name}"
 
 
-def _engine_keys(where: str, role: RoleSettings) -> list[str]:
-    if VLLM_API_KEY_VARIABLE in role.environment:
-        return [f"{where}.environment.{VLLM_API_KEY_VARIABLE}: cannot be set here; set `auth.api_keys`"]
-    return []
-
-
-def _not_among(given: Iterable[str], known: Collection[str], where: str, whose: str) -> list[str]:
-    problems = []
+def _not_among(given: Iterable[str], known: Collection[str], where: str, whose: str) -> Iterator[str]:
     for key in given:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            problems.append(f"{where}.{key}: {whose} has no such argument{hint}")
-    return problems
+            yield f"{where}.{key}: {whose} has no such argument{hint}"
 
 
-def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
-    from pydantic import ValidationError
+def _bad_selector(where: str, deployment: PlacementSettings) -> Iterator[str]:
     from ray.serve.schema import RayActorOptionsSchema
 
     try:
         RayActorOptionsSchema(label_selector=deployment.label_selector)
     except ValidationError as error:
-        return [f"{where}.label_selector: {error.errors()[0]['msg']}"]
-    return []
+        yield f"{where}.label_selector: {error.errors()[0]['msg']}"
 
 
-def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
-    from pydantic import ValidationError
+def _bad_autoscaling(where: str, replicas: Mapping[str, Any]) -> Iterator[str]:
     from ray.serve.config import AutoscalingConfig
 
-    if isinstance(role.replicas, int):
-        return []
-    unknown = _not_among(role.replicas, AutoscalingConfig.model_fields, f"{where}.replicas", "Ray Serve")
+    yield from _not_among(replicas, AutoscalingConfig.model_fields, where, "Ray Serve")
     try:
-        AutoscalingConfig(**role.replicas)
+        AutoscalingConfig(**replicas)
     except ValidationError as error:
-        return [*unknown, *(f"{where}.replicas: {problem['msg']}" for problem in error.errors())]
+        yield from (f"{where}: {problem['msg']}" for problem in error.errors())
+        return
     # Engines report the requests that wait in routers. Without a replica none does, so Serve would
     # never start the first one.
-    none = [key for key in ("min_replicas", "initial_replicas") if role.replicas.get(key) == 0]
-    return [*unknown, *(f"{where}.replicas.{key}: must be at least 1" for key in none)]
+    for key in ("min_replicas", "initial_replicas"):
+        if replicas.get(key) == 0:
+            yield f"{where}.{key}: must be at least 1"
 
 
 def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from actors.engine.pair_warmup import (
 from actors.engine.split_call import SplitCall
 from actors.engine.startup.serve_log import keep_serve_log
 from actors.engine.startup.start_progress import StartProgress
-from actors.engine.vllm_engine import VllmEngine
+from actors.engine.vllm_engine import PRODUCE, VllmEngine
 from actors.engine_pool.engines import engine_names, ranked_metadata
 from actors.errors import EngineStartError
 from actors.process import prepare_process
@@ -207,7 +207,7 @@ class EngineActor:
             **self._progress(),
             "host": self._node_ip,
             **self.engine.describe(),
-            **asdict(read_status(REGISTRY)),
+            **read_status(REGISTRY),
         }
 
     async def engine_names(self) -> list[str]:
@@ -320,7 +320,7 @@ class Prefill(EngineActor):
             for rank, producer in zip(self.engine.ranks, self._producers, strict=True)
             if producer.remote_engine_id not in known
         ]
-        computing = (self.engine.produce_probe(self._probe_s, rank) for rank in ranks)
+        computing = (self.engine.probe(PRODUCE, self._probe_s, rank) for rank in ranks)
         probes = await asyncio.gather(*computing, return_exceptions=True)
         for rank, probe in zip(ranks, probes, strict=True):
             if isinstance(probe, TimeoutError):
@@ -359,7 +359,7 @@ class Decode(EngineActor):
         self._prefill = PeerReplicas("prefill", self._probe_s)
         for metadata in self._rank_metadata:
             metadata["resumes"] = self.engine.can_resume
-        # The latest MOST_WARM prefill engines with which a rank has run a probe, by rank.
+        # The latest MOST_WARM prefill engines with which a rank has run a probe, failed or not.
         self._warm: list[dict[str, None]] = [{} for _ in self.engine.ranks]
         await self.warm_up_new_pairs()
         looking = every(WARM_UP_INTERVAL_S, self.warm_up_new_pairs)
@@ -392,11 +392,6 @@ class Decode(EngineActor):
         ranks = enumerate(self.engines)
         await self._fetch_all([(rank, probe) for rank, name in ranks for probe in probes.get(name, ())])
 
-    @property
-    def warm(self) -> frozenset[str]:
-        """Ids of the prefill engines with which every rank has run a probe, also a failed one."""
-        return frozenset.intersection(*map(frozenset, self._warm))
-
     async def warm_up_new_pairs(self) -> None:
         await asyncio.gather(*(self._warm_up_new_pairs(rank) for rank in range(len(self._warm))))
 
@@ -418,7 +413,7 @@ class Decode(EngineActor):
                 raise problem
 
     async def _fetch(self, rank: int, probe: ProbeParams) -> None:
-        await self.engine.consume_probe(probe, self._probe_s, rank)
+        await self.engine.probe(probe, self._probe_s, rank)
         warm = self._warm[rank]
         warm[probe["remote_engine_id"]] = None
         if len(warm) > MOST_WARM:

@@ -51,7 +51,6 @@ async def move_streams(engine: VllmEngine, rank: int, server: RpcServer, others:
 
 
 async def _move_some(engine: VllmEngine, rank: int, told: dict[str, float]) -> None:
-    """Tell further streams to move, and record in `told` when."""
     left, now = engine.movable(rank), asyncio.get_running_loop().time()
     for ended in told.keys() - left.keys():
         del told[ended]

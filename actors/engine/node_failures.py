@@ -54,25 +54,6 @@ def grace_s(node_lost_s: float | None) -> float:
     return node_lost_s
 
 
-class LostNodes:
-    """Dead nodes in Ray's node table: the time of detection, and whether they are reported."""
-
-    def __init__(self, dead: Iterable[str], gone_s: float) -> None:
-        self._gone_s = gone_s
-        self._reported = set(dead)
-        self._since: dict[str, float] = {}
-
-    def look(self, dead: Iterable[str], now: float) -> list[str]:
-        self._reported &= set(dead)  # Ray forgets nodes that died long ago
-        for node_id in set(dead) - self._reported:
-            self._since.setdefault(node_id, now)
-        return [node_id for node_id, since in self._since.items() if now - since >= self._gone_s]
-
-    def reported(self, node_id: str) -> None:
-        self._reported.add(node_id)
-        del self._since[node_id]
-
-
 async def dead_nodes_now() -> list[str]:
     """Return the ids of nodes that are already dead, which this engine need not report.
 
@@ -87,13 +68,17 @@ async def dead_nodes_now() -> list[str]:
 
 async def watch_nodes(report: Callable[[str], Awaitable[None]], gone_s: float, dead_before: Iterable[str]) -> None:
     """Report the engine id prefix of each node dead for `gone_s` seconds, until cancelled."""
-    nodes = LostNodes(dead_before, gone_s)
+    reported, since = set(dead_before), dict[str, float]()
     while True:
         try:
-            dead = await asyncio.to_thread(_dead_nodes)
-            for node_id in nodes.look(dead, time.monotonic()):
+            dead = set(await asyncio.to_thread(_dead_nodes))
+            reported &= dead  # Ray forgets nodes that died long ago
+            now = time.monotonic()
+            since = dict.fromkeys(dead - reported, now) | since
+            for node_id in [one for one, dead_at in since.items() if now - dead_at >= gone_s]:
                 await report(engines_of(node_id))
-                nodes.reported(node_id)
+                reported.add(node_id)
+                del since[node_id]
                 logger.warning("node %s is lost: its engines are presumed to have ended", node_id)
         except Exception:
             # The Ray head or the engine may have failed, for a while or permanently.

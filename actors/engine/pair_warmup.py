@@ -9,6 +9,7 @@ handshake.
 import asyncio
 import logging
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from ray import serve
@@ -51,23 +52,21 @@ def peer_deployment(role: RoleName) -> str:
 class PeerReplicas:
     """All replicas of a role of this process's model. A call takes at most `timeout_s` seconds."""
 
-    def __init__(self, role: RoleName, probe_timeout_s: float, handle: DeploymentHandle | None = None) -> None:
+    def __init__(self, role: RoleName, probe_timeout_s: float) -> None:
         self.role = role
         self.timeout_s = probe_timeout_s + CALL_MARGIN_S
-        self._handle = handle
 
-    def _connected(self) -> DeploymentHandle:
-        if self._handle is None:
-            handle = serve.get_deployment_handle(peer_deployment(self.role), _check_exists=False)
-            self._handle = handle.options()  # a plain handle follows no list before its first call
-        return self._handle
+    @cached_property
+    def _handle(self) -> DeploymentHandle:
+        # A plain handle follows no list before its first call.
+        return serve.get_deployment_handle(peer_deployment(self.role), _check_exists=False).options()
 
     def engines(self) -> Mapping[str, EngineReplica]:
         """Return the engines that Serve lists. The first call blocks, and then follows the list."""
-        return replicas_of(self._connected().deployment_id) or {}
+        return replicas_of(self._handle.deployment_id) or {}
 
     def broadcast(self, method: str, /, *arguments: object) -> DeploymentBroadcastResponse:
-        return self._connected().broadcast(method, *arguments)
+        return self._handle.broadcast(method, *arguments)
 
     async def ask(self, method: str, *arguments: object) -> list[Any]:
         return await ask_all(self.role, self, method, self.timeout_s, *arguments)

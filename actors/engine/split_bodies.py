@@ -73,7 +73,6 @@ def prefill_body(endpoint: str, body: Body, transfer_id: str) -> dict[str, Any]:
 
 
 def _names_tool(choice: Any) -> bool:
-    """Return whether an Anthropic `tool_choice`, plain or encoded, names a tool."""
     if isinstance(choice, msgspec.Raw):
         # `json` has parsed the body. `msgspec.Raw` also copies values that msgspec cannot decode,
         # such as invalid Unicode or 1e999.

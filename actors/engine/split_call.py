@@ -23,7 +23,6 @@ from actors.policy.choice import NO_PREFILL, PREFILL_FAILED
 from actors.request import (
     Accepted,
     Call,
-    EngineTimings,
     FirstTokenChunk,
     Heartbeat,
     Item,
@@ -107,7 +106,6 @@ class PrefillCall:
         self._stream = channel.call(request, self)
 
     def received(self, item: Item) -> None:
-        """Receive the next item of the prefill engine."""
         self._consume(item)
         if self.outcome == "computed":
             if self._order.samples and isinstance(item, bytes | StreamChunk):
@@ -177,29 +175,18 @@ class PrefillCall:
             elif self._channel is None or b'"error"' in item:  # an event may report the error, with HTTP 200
                 self._report("rejected", message=repr(item))
 
-    def _report(
-        self,
-        outcome: PrefillOutcome,
-        ongoing: int = 0,
-        prompt_tokens: int | None = None,
-        timings: EngineTimings | None = None,
-        message: str = "",
-    ) -> None:
+    def _report(self, outcome: PrefillOutcome, **more: Any) -> None:
+        """Put a report with ``more`` of the fields of PrefillReport into the notices."""
         self.outcome = outcome
         self.accepted = self.accepted or outcome == "accepted"
         if outcome != "accepted":
             self._timer.cancel()
         took_s = time.monotonic() - self.began_at
-        self._notices.put(
-            PrefillReport(
-                self.candidate.replica, outcome, self._tried_s, took_s, ongoing, prompt_tokens, timings, message
-            )
-        )
+        self._notices.put(PrefillReport(self.candidate.replica, outcome, self._tried_s, took_s, **more))
         if self._done is not None and outcome != "accepted":
             self.close(self._done)
 
     def _check(self) -> None:
-        """End a silent or late call, or set the timer again."""
         order, now, silent_at = self._order, self._loop.time() + RESOLUTION_S, self._heard_at + self._order.silence_s
         if now >= self._late_at:
             self._report("late", message=f"the prefill engine did not answer within {order.timeout_s:g} s")
@@ -388,7 +375,6 @@ class SplitCall:
 
 
 def _prompt_tokens(answer: bytes | StreamChunk) -> int | None:
-    """Return the prompt's token count from the usage of an answer, or None."""
     try:
         body = json.loads(answer if isinstance(answer, bytes) else answer.body)
         usage = body["usage"]

@@ -56,6 +56,9 @@ SHUTDOWN_S = 15.0
 """Seconds for an engine's processes to end; vLLM's 5 s are too few on a busy machine."""
 
 PROBE_TOKENS = [0, 1]
+PRODUCE: Mapping[str, Any] = {"do_remote_decode": True}
+DESCRIBE: Mapping[str, Any] = {"do_remote_decode": True, "describe": True}
+"""Transfer parameters of `VllmEngine.probe` on a prefill engine, and on any engine."""
 
 
 @dataclass
@@ -71,6 +74,8 @@ class VllmEngine:
     Each data-parallel rank has its own engine core and connector, so a call specifies a rank.
     """
 
+    adapters: EngineAdapters
+
     def __init__(
         self,
         llm: "ReplayingLLM",
@@ -81,7 +86,6 @@ class VllmEngine:
         load: "LoadLogger | None",
         supervisor: str,
         ranks: int = 1,
-        adapters: EngineAdapters | None = None,
         hung_s: float = math.inf,
     ) -> None:
         """Take over a started engine.
@@ -102,14 +106,8 @@ class VllmEngine:
         self.ranks = range(ranks)
         self._heartbeats = [HeartbeatMonitor(partial(llm.ping_rank, rank)) for rank in self.ranks]
         self._supervisor = supervisor
-        self._adapters = adapters
         self._hung_s = hung_s
         self.described: list[dict[str, Any]] = []
-
-    @property
-    def adapters(self) -> EngineAdapters:
-        assert self._adapters is not None, "`start` sets it"
-        return self._adapters
 
     @classmethod
     async def start(cls, settings: ServiceSettings, role: RoleName, node_ip: str) -> "VllmEngine":
@@ -183,13 +181,13 @@ class VllmEngine:
         ranks = config.parallel_config.data_parallel_size
         on_cpu = config.lora_config is not None and not settings.role(role).num_gpus
         cpu_slots = config.lora_config.max_loras if on_cpu else None
-        adapters = EngineAdapters(app.state.openai_serving_models, llm, cpu_slots)
         hung_s = settings.transfer.step_s + HUNG_MARGIN_S
-        engine = cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor, ranks, adapters, hung_s)
+        engine = cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor, ranks, hung_s)
         try:
+            engine.adapters = EngineAdapters(app.state.openai_serving_models, llm, cpu_slots)
             # Also runs the first request of each rank: the first step of an engine is slow.
             engine.described = await asyncio.gather(
-                *(engine.describe_connector(FIRST_REQUEST_TIMEOUT_S, rank) for rank in engine.ranks)
+                *(engine.probe(DESCRIBE, FIRST_REQUEST_TIMEOUT_S, rank) for rank in engine.ranks)
             )
         except BaseException:
             await engine.close()
@@ -283,20 +281,14 @@ class VllmEngine:
                 "install one version of Tandem on all nodes"
             ) from error
 
-    async def describe_connector(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
-        return await self._probe({"do_remote_decode": True, "describe": True}, timeout_s, rank)
+    async def probe(self, transfer: Mapping[str, Any], timeout_s: float, rank: int = 0) -> dict[str, Any]:
+        """Run a request of a few tokens with these parameters; return the connector's reply.
 
-    async def produce_probe(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
-        return await self._probe({"do_remote_decode": True}, timeout_s, rank)
-
-    async def consume_probe(self, params: Mapping[str, Any], timeout_s: float, rank: int = 0) -> None:
-        """Fetch a probe's KV, or compute it if the transfer fails."""
-        await self._probe(dict(params), timeout_s, rank)
-
-    async def _probe(self, transfer: dict[str, Any], timeout_s: float, rank: int) -> dict[str, Any]:
+        With the reply to PRODUCE, fetches the probe's KV, or computes it if the transfer fails.
+        """
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: transfer})
+        params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: dict(transfer)})
         found = None
         async with asyncio.timeout(timeout_s):
             async for output in self._llm.generate(

@@ -1,7 +1,7 @@
 """Read the status of one engine from the metrics of vLLM and the connector in its actor."""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.samples import Sample
@@ -13,7 +13,7 @@ SUMS = {
     "sent_bytes": "vllm:tandem_kv_sent_bytes_total",
     "store_problems": "vllm:tandem_store_problems_total",
 }
-"""Metrics whose sum over ranks and labels is a field of EngineStatus, by this field."""
+"""Metrics whose sum over ranks and labels is a number of the status, by its name."""
 
 USAGE = "vllm:kv_cache_usage_perc"
 STAGES = "vllm:tandem_kv_transfers"
@@ -26,9 +26,10 @@ NAMES = (*SUMS.values(), USAGE, STAGES, REQUESTS, PAIR_BYTES, PAIR_SECONDS, STOR
 """Metrics that `read_status` collects; collecting all would cost more."""
 
 
-@dataclass(frozen=True)
-class EngineStatus:
-    """Current numbers of one engine, summed over its data-parallel ranks; updated at steps only.
+def read_status(registry: CollectorRegistry) -> dict[str, Any]:
+    """Return the numbers of the engine with the metrics in `registry`; absent metrics count as 0.
+
+    They are sums over its data-parallel ranks, updated at steps only.
 
     ``waiting``         requests that wait for the batch, for blocks or for KV
     ``cache_usage``     fraction of the KV cache in use, the mean over data-parallel ranks
@@ -40,21 +41,6 @@ class EngineStatus:
     ``store_tokens``    prompt tokens looked up in the KV store: `hit` (read and verified), `miss`
     ``store_problems``  lookups, loads and stores that failed or ended early
     """
-
-    running: int
-    waiting: int
-    cache_usage: float
-    transfers: dict[str, int]
-    quarantined: int
-    sent_bytes: int
-    recomputed: int
-    pairs: dict[str, tuple[int, float]]
-    store_tokens: dict[str, int]
-    store_problems: int
-
-
-def read_status(registry: CollectorRegistry) -> EngineStatus:
-    """Return the status of the engine with the metrics in `registry`; absent metrics count as 0."""
     samples: defaultdict[str, list[Sample]] = defaultdict(list)
     for family in registry.restricted_registry(NAMES).collect():
         for sample in family.samples:
@@ -68,11 +54,11 @@ def read_status(registry: CollectorRegistry) -> EngineStatus:
 
     usage = [sample.value for sample in samples[USAGE]]
     sizes, seconds = by("peer", PAIR_BYTES), by("peer", PAIR_SECONDS)
-    return EngineStatus(
+    return {
         **{field: int(sum(sample.value for sample in samples[name])) for field, name in SUMS.items()},
-        cache_usage=round(sum(usage) / max(len(usage), 1), 4),
-        transfers={stage: int(number) for stage, number in by("stage", STAGES).items() if number},
-        recomputed=int(by("outcome", REQUESTS).get("recomputed", 0)),
-        pairs={peer: (int(sizes.get(peer, 0)), round(seconds.get(peer, 0), 6)) for peer in sizes | seconds},
-        store_tokens={outcome: int(number) for outcome, number in by("outcome", STORE_TOKENS).items()},
-    )
+        "cache_usage": round(sum(usage) / max(len(usage), 1), 4),
+        "transfers": {stage: int(number) for stage, number in by("stage", STAGES).items() if number},
+        "recomputed": int(by("outcome", REQUESTS).get("recomputed", 0)),
+        "pairs": {peer: (int(sizes.get(peer, 0)), round(seconds.get(peer, 0), 6)) for peer in sizes | seconds},
+        "store_tokens": {outcome: int(number) for outcome, number in by("outcome", STORE_TOKENS).items()},
+    }

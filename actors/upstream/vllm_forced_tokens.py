@@ -28,7 +28,6 @@ def forced_tokens(params: SamplingParams) -> list[int]:
 
 
 def force(logits: torch.Tensor, row: int, token: int) -> None:
-    """Set the logits of `row` so that only `token` can be sampled."""
     logits[row] = -torch.inf
     logits[row, token] = 0.0
 

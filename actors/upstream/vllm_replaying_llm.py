@@ -333,7 +333,6 @@ class ReplayingLLM(AsyncLLM):
 
 
 def _prompt_digest(request: EngineCoreRequest) -> bytes | None:
-    """Return a digest of the token ids and media of a request; None for prompt embeddings."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return None
     digest = xxhash.xxh3_128(array("q", request.prompt_token_ids).tobytes())

@@ -26,17 +26,14 @@ def check_sendable(prompt: Any, params: SamplingParams, options: Mapping[str, An
     try:
         _ENCODER.encode((salt, params, options))
     except (OverflowError, UnicodeEncodeError):
-        raise _error({"cache_salt": salt, **structs.asdict(params), **options}) from None
+        for name, value in {"cache_salt": salt, **structs.asdict(params), **options}.items():
+            _check(name, value)
 
 
-def _error(values: Mapping[str, Any]) -> VLLMValidationError:
-    for name, value in values.items():
-        try:
-            _ENCODER.encode(value)
-        except OverflowError:
-            return VLLMValidationError(f"`{name}` must fit in a 64-bit integer.", parameter=name)
-        except UnicodeEncodeError:
-            return VLLMValidationError(f"`{name}` must not contain lone surrogates.", parameter=name)
-    return VLLMValidationError(
-        "A value of the request is an integer beyond 64 bits or a string with lone surrogates; correct it."
-    )
+def _check(name: str, value: Any) -> None:
+    try:
+        _ENCODER.encode(value)
+    except OverflowError:
+        raise VLLMValidationError(f"`{name}` must fit in a 64-bit integer.", parameter=name) from None
+    except UnicodeEncodeError:
+        raise VLLMValidationError(f"`{name}` must not contain lone surrogates.", parameter=name) from None

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from app.doctor import Finding
 from app.doctor.configuration import check_config, check_kernels, check_readable, check_template
@@ -29,17 +30,37 @@ from app.doctor.machine import (
 from app.doctor.store import check_store
 from app.doctor.transfer import check_transfer
 from app.installation import EXAMPLE, config_file
+from configs.settings.service import ServiceSettings
 
-CHECKS = (
-    *("python", "config", "model", "kernels", "libraries", "gpus", "engines", "shared-memory", "open-files"),
-    *("home", "temporary", "ports", "tls", "ucx", "transfer", "store"),
-)
+Check = Callable[[dict[str, Any], ServiceSettings], Iterable[Finding]]
+"""Function of the Serve config and of Tandem's settings in it; needs the libraries."""
+
+CHECKS: dict[str, Check] = {
+    "model": lambda _, settings: chain.from_iterable(
+        chain(check_readable(one), check_template(one)) for one in settings.each_model().values()
+    ),
+    "kernels": lambda _, settings: chain.from_iterable(map(check_kernels, settings.each_model().values())),
+    "libraries": lambda _, settings: check_libraries(settings),
+    "gpus": lambda _, settings: check_gpus(settings),
+    "engines": lambda _, settings: check_engines(settings),
+    "shared-memory": lambda _, __: check_shared_memory(),
+    "open-files": lambda _, settings: check_open_files(settings),
+    "home": lambda _, __: check_home(),
+    "temporary": lambda _, __: check_temporary_directory(),
+    "ports": check_ports,
+    "tls": check_tls,
+    "ucx": lambda _, settings: check_ucx_devices(settings),
+    "transfer": lambda _, settings: check_transfer(settings),
+    "store": lambda _, settings: check_store(settings),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tandem doctor", description="Check a machine before it serves.")
     parser.add_argument("--config", type=config_file, default=EXAMPLE, help="a Serve config file")
-    parser.add_argument("--skip", nargs="*", choices=CHECKS, default=[], help="checks to leave out")
+    parser.add_argument(
+        "--skip", nargs="*", choices=("python", "config", *CHECKS), default=[], help="checks to leave out"
+    )
     options = parser.parse_args(argv)
     failed = 0
     for finding in examine(options.config, options.skip):
@@ -49,37 +70,19 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
+def examine(path: Path, skip: Collection[str] = ()) -> Iterable[Finding]:
     """Yield the findings of all checks that are not in `skip`.
 
     If the configuration is invalid, the other checks use the default settings.
     """
-    left_out = set(skip)
-    if "python" not in left_out:
+    if "python" not in skip:
         yield from check_python()
     found, config, settings = check_config(path)
-    if "config" not in left_out:
+    if "config" not in skip:
         yield from found
-    models = list(settings.each_model().values())
-    checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "model": lambda: chain.from_iterable(chain(check_readable(one), check_template(one)) for one in models),
-        "kernels": lambda: chain.from_iterable(map(check_kernels, models)),
-        "libraries": lambda: check_libraries(settings),
-        "gpus": lambda: check_gpus(settings),
-        "engines": lambda: check_engines(settings),
-        "shared-memory": check_shared_memory,
-        "open-files": lambda: check_open_files(settings),
-        "home": check_home,
-        "temporary": check_temporary_directory,
-        "ports": lambda: check_ports(config, settings),
-        "tls": lambda: check_tls(config, settings),
-        "ucx": lambda: check_ucx_devices(settings),
-        "transfer": lambda: check_transfer(settings),
-        "store": lambda: check_store(settings),
-    }
-    for name, check in checks.items():
-        if name not in left_out:
-            yield from check()
+    for name, check in CHECKS.items():
+        if name not in skip:
+            yield from check(config, settings)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,6 @@ def longest_temporary_directory() -> int:
 
 
 def check_temporary_directory() -> Iterator[Finding]:
-    """Check that Ray can write, and that the paths of its Unix sockets are short enough."""
     folder, limit = ray_temporary_directory(), longest_temporary_directory()
     if not writable(Path(folder, "ray")):
         yield Finding("temporary", f"{folder} cannot be written", "mount a writable volume there (docker run --tmpfs)")

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.errors import OverloadedError
 from actors.router.router import Router
-from app.http.errors import error_body, error_response
+from app.http.errors import error_response, refusal
 from app.http.parsing import CROWDS, path_of
 from app.http.record import RECORD
 
@@ -33,6 +33,9 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping", "/load", "/metrics"})
 
 REFUSED = ("refused", "")
 """Labels `route` and `reason`, in the metrics, of a request that this middleware refuses."""
+
+
+OPERATOR_NEEDED = "an operator's key is required: one of `auth.operator_keys` or `TANDEM_OPERATOR_KEYS`"
 
 
 def is_open(scope: Scope) -> bool:
@@ -94,7 +97,10 @@ class Authenticated:
             return
         key = self._known_key(Headers(scope=scope).get("authorization", ""))
         if key is None:
-            await self._refuse(unauthorized())(scope, receive, send)
+            # One message for every cause.
+            message = "a valid API key is required: send `Authorization: Bearer KEY`"
+            response = refusal(HTTPStatus.UNAUTHORIZED, message, {"WWW-Authenticate": "Bearer"})
+            await self._refuse(response)(scope, receive, send)
             return
         if (record := scope.get(RECORD)) is not None:
             record.key = key.hex()[:8]
@@ -119,20 +125,3 @@ class Authenticated:
     def _refuse(self, response: JSONResponse) -> JSONResponse:
         self._router.metrics.requests.labels(*REFUSED, response.status_code).inc()
         return response
-
-
-def forbidden() -> JSONResponse:
-    """Return a 403 response to a key that is not an operator's."""
-    status = HTTPStatus.FORBIDDEN
-    message = "an operator's key is required: one of `auth.operator_keys` or `TANDEM_OPERATOR_KEYS`"
-    return JSONResponse(error_body(status, message), status_code=status)
-
-
-def unauthorized() -> JSONResponse:
-    """Return a 401 response with the same message for every cause."""
-    message = "a valid API key is required: send `Authorization: Bearer KEY`"
-    return JSONResponse(
-        error_body(HTTPStatus.UNAUTHORIZED, message),
-        status_code=HTTPStatus.UNAUTHORIZED,
-        headers={"WWW-Authenticate": "Bearer"},
-    )

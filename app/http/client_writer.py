@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from contextvars import Context
 from typing import Any
 
 from ray.exceptions import TaskCancelledError
@@ -138,35 +137,16 @@ class KeepAlive:
 
 
 async def until_disconnect(scope: Scope, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; cancel it and raise ClientDisconnect if the client disconnects.
-
-    Returns or raises after `work` has ended.
-    """
-    if (connection := scope.get(CONNECTION)) is not None:
-        await _until_done(connection.disconnected, work)
-        return
-    # Run `work` in an empty context. Otherwise, when Serve's proxy cancels a request, Ray would
-    # also cancel each Ray call of `work`, at any point of that call.
-    working = asyncio.create_task(work, context=Context())
-    leaving = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        await working
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait({working, leaving})
-
-
-async def _until_done(disconnected: asyncio.Future[None], work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` in this task; cancel it and raise ClientDisconnect when `disconnected` is done."""
-    task = asyncio.current_task()
+    """Run `work` in this task; cancel it and raise ClientDisconnect if the client disconnects."""
+    task, connection = asyncio.current_task(), scope.get(CONNECTION)
     assert task is not None, "a coroutine runs in a task"
+    own = None if connection is not None else asyncio.create_task(_disconnected(receive))
+    disconnected: asyncio.Future[None] = own or connection.disconnected
+    over = False
 
     def leave(_: asyncio.Future[None]) -> None:
-        task.cancel()
+        if not over:
+            task.cancel()
 
     disconnected.add_done_callback(leave)
     try:
@@ -176,7 +156,11 @@ async def _until_done(disconnected: asyncio.Future[None], work: Coroutine[Any, A
             raise ClientDisconnect from None
         raise
     finally:
+        over = True
         disconnected.remove_done_callback(leave)
+        if own is not None:
+            own.cancel()
+            await asyncio.wait({own})
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -67,6 +68,10 @@ def error_body(status: HTTPStatus, message: str, param: str | None = None, kind:
     return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
 
 
+def refusal(status: HTTPStatus, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(error_body(status, message), status_code=status, headers=headers)
+
+
 def _anthropic(body: dict[str, Any]) -> dict[str, Any]:
     """Convert an error from OpenAI's format to Anthropic's; keep its `type`, as vLLM does."""
     return {"type": "error", "error": {key: body["error"][key] for key in ("type", "message")}}
@@ -99,10 +104,11 @@ def message_of(error: Exception) -> str:
     return str(error)
 
 
-def _details(error: Exception) -> tuple[str | None, str | None]:
+def _body(error: Exception) -> dict[str, Any]:
+    param, kind = (error.param, error.kind) if isinstance(error, BadRequestError) else (None, None)
     if isinstance(error, UnknownModelError | NoModelNamedError):
-        return "model", None
-    return (error.param, error.kind) if isinstance(error, BadRequestError) else (None, None)
+        param = "model"
+    return error_body(status_of(error), message_of(error), param, kind)
 
 
 def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/completions") -> JSONResponse:
@@ -110,13 +116,10 @@ def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/co
 
     ``retry_after_s``  least Retry-After of status 429 and 503
     """
-    status = status_of(error)
-    headers = {}
+    status, body, headers = status_of(error), _body(error), {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         estimated_s = error.retry_after_s if isinstance(error, OverloadedError) else 0.0
         headers["Retry-After"] = str(max(retry_after_s, math.ceil(estimated_s)))
-    param, kind = _details(error)
-    body = error_body(status, message_of(error), param, kind)
     if endpoint in ANTHROPIC and not isinstance(error, MalformedError):
         # vLLM's `validation_exception_handler` answers malformed requests in OpenAI's format only
         # (vllm/entrypoints/serve/exception_handling/handlers/validation.py).
@@ -125,8 +128,7 @@ def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/co
 
 
 def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> bytes:
-    param, kind = _details(error)
-    return late_error(error_body(status_of(error), message_of(error), param, kind), endpoint)
+    return late_error(_body(error), endpoint)
 
 
 def late_error(body: dict[str, Any], endpoint: Endpoint) -> bytes:

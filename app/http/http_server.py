@@ -21,7 +21,6 @@ from urllib.error import HTTPError
 import ray
 import uvicorn
 from ray import serve
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.rpc.address import LOST_S, enable_keepalive
@@ -29,7 +28,7 @@ from actors.tls import TlsFiles, local_opener, server_context
 from actors.upstream.uvicorn_protocol import CLIENT_CERTIFICATE, BoundedHttpProtocol
 from actors.upstream.uvicorn_server import Server
 from app.http.auth import OPEN_PATHS, is_open
-from app.http.errors import error_body
+from app.http.errors import refusal
 from app.http.parsing import OWN_PORT
 from configs.settings.router import RouterSettings
 from connectors.errors import ConfigurationError
@@ -48,6 +47,9 @@ SETTLES_S = 1.0
 
 ASK_S = 5.0
 """Timeout in seconds of the request for the service id to the process that has the port."""
+
+
+CERTIFICATE_NEEDED = refusal(HTTPStatus.FORBIDDEN, "a client certificate is required; connect with one")
 
 
 class PortTakenError(ConfigurationError):
@@ -152,7 +154,7 @@ class HttpServer:
         if scope["type"] != "http" or scope["path"] != SERVICE_PATH:
             scope[OWN_PORT] = True
             allowed = scope["type"] != "http" or self._allows(scope)
-            await (self._app if allowed else certificate_required())(scope, receive, self._last(send))
+            await (self._app if allowed else CERTIFICATE_NEEDED)(scope, receive, self._last(send))
             return
         # For load balancers: 503 while the router is stopping or `ready` returns False.
         status = HTTPStatus.OK if self._ready() and self._leaving is None else HTTPStatus.SERVICE_UNAVAILABLE
@@ -198,10 +200,6 @@ class HttpServer:
             raise PortTakenError(f"{where} is in use by another program or service; choose another port")
 
 
-def certificate_required() -> JSONResponse:
-    return forbidden("a client certificate is required; connect with one")
-
-
 def for_serve_proxies(app: ASGIApp, settings: RouterSettings) -> ASGIApp:
     """Return `app` as Serve's proxies may use it: with TLS settings, only OPEN_PATHS.
 
@@ -210,7 +208,7 @@ def for_serve_proxies(app: ASGIApp, settings: RouterSettings) -> ASGIApp:
     """
     if settings.ssl_certfile is None:
         return app
-    refused = forbidden(proxies_refuse(settings))
+    refused = refusal(HTTPStatus.FORBIDDEN, proxies_refuse(settings))
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         allowed = scope["type"] != "http" or is_open(scope)
@@ -225,10 +223,6 @@ def proxies_refuse(settings: RouterSettings) -> str:
         f"this service requires {needed}, so Ray Serve's proxy answers only {', '.join(sorted(OPEN_PATHS))}; connect "
         f"to the router's port {settings.http_port} (router.http_port) with https"
     )
-
-
-def forbidden(message: str) -> JSONResponse:
-    return JSONResponse(error_body(HTTPStatus.FORBIDDEN, message), status_code=HTTPStatus.FORBIDDEN)
 
 
 def this_service() -> str:

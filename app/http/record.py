@@ -194,7 +194,6 @@ class RequestRecord:
             )
 
     def sent(self, message: Message) -> None:
-        """Record one ASGI message of the response."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             return
@@ -213,7 +212,6 @@ class RequestRecord:
             self._usage = {name: int(match[1]) for name, one in _TOKENS.items() if (match := one.search(usage))}
 
     def log_line(self, scope: Scope, path: str) -> str:
-        """Return the line of the access log for a request that ends now."""
         now, client = time.monotonic(), scope.get("client")
         line: dict[str, Any] = {
             "at": datetime.fromtimestamp(now_unix(self._began_at), UTC).isoformat(timespec="milliseconds"),

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from actors.request import Endpoint
 from actors.router.peer_routers import RouterReplica
 from actors.router.single_flight import SingleFlight
-from app.http.auth import OPERATOR, Authenticated, forbidden
-from app.http.errors import BadRequestError, error_body, error_response
+from app.http.auth import OPERATOR, OPERATOR_NEEDED, Authenticated
+from app.http.errors import BadRequestError, error_response, refusal
 from app.http.forwarded.from_decode import FromDecode
 from app.http.forwarded.models import AdapterEndpoints, ModelList
 from app.http.generate import Generate
@@ -90,12 +90,12 @@ def build_http(
 
     async def status(request: Request) -> Response:
         if not request.scope.get(OPERATOR, True):
-            return forbidden()
+            return refusal(HTTPStatus.FORBIDDEN, OPERATOR_NEEDED)
         return JSONResponse(await router.status(), headers={"Cache-Control": "no-store"})
 
     async def drain(request: Request) -> Response:
         if not request.scope.get(OPERATOR, True):
-            return forbidden()
+            return refusal(HTTPStatus.FORBIDDEN, OPERATOR_NEEDED)
         try:
             on = {"POST": True, "DELETE": False}.get(request.method)
             return JSONResponse(await router.drain(request.path_params["engine"], on))
@@ -163,5 +163,4 @@ async def refuse_route(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     status = HTTPStatus(error.status_code)
-    message = f"{request.method} {request.url.path}: {status.phrase.lower()}"
-    return JSONResponse(error_body(status, message), status_code=status, headers=error.headers)
+    return refusal(status, f"{request.method} {request.url.path}: {status.phrase.lower()}", error.headers)

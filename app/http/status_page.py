@@ -11,7 +11,6 @@ PAGE = Path(__file__).parent / "status.html"
 
 @cache
 def status_page() -> str:
-    """Return the page's HTML."""
     return PAGE.read_text(encoding="utf-8")
 
 

@@ -1,7 +1,6 @@
 """API keys of clients, from a configuration and from environment variables."""
 
 import os
-from collections.abc import Sequence
 
 from pydantic import Field, SecretStr, field_validator
 
@@ -34,44 +33,32 @@ class AuthSettings(Frozen):
         return tuple(SecretStr(_sendable_key(key.get_secret_value())) for key in keys)
 
     def all_keys(self) -> tuple[SecretStr, ...]:
-        """Return all keys from these settings and this process's environment.
-
-        Raises SettingsError if an environment variable has a key that no client can send, or is not
-        empty but has no key.
-        """
+        """Return all keys from these settings and this process's environment (`_keys_in`)."""
         return (*self.api_keys, *self.operator_keys, *environment_keys(), *environment_operator_keys())
 
 
 def environment_keys() -> tuple[SecretStr, ...]:
-    """Return the keys other than operator keys from this process's environment.
-
-    Raises SettingsError if a variable has a key that no client can send, or is not empty but has no
-    key.
-    """
-    single = _keys_in(VLLM_API_KEY_VARIABLE, [os.environ.get(VLLM_API_KEY_VARIABLE, "")])
-    return (*_listed_keys(API_KEYS_VARIABLE), *single)
+    """Return the keys other than operator keys from this process's environment (`_keys_in`)."""
+    return (*_keys_in(API_KEYS_VARIABLE), *_keys_in(VLLM_API_KEY_VARIABLE, single=True))
 
 
 def environment_operator_keys() -> tuple[SecretStr, ...]:
-    """Return the operator keys from this process's environment. Raises as `environment_keys`."""
-    return _listed_keys(OPERATOR_KEYS_VARIABLE)
+    """Return the operator keys from this process's environment (`_keys_in`)."""
+    return _keys_in(OPERATOR_KEYS_VARIABLE)
 
 
-def _listed_keys(variable: str) -> tuple[SecretStr, ...]:
-    return _keys_in(variable, os.environ.get(variable, "").split(","))
-
-
-def _keys_in(variable: str, values: Sequence[str]) -> tuple[SecretStr, ...]:
-    """Return the keys in the `values` of an environment variable, without surrounding blanks.
+def _keys_in(variable: str, single: bool = False) -> tuple[SecretStr, ...]:
+    """Return the keys in an environment variable, without surrounding blanks.
 
     Raises SettingsError if no client can send one of them, or if the variable is not empty but has
     no key.
     """
+    given = os.environ.get(variable, "")
     try:
-        found = [_sendable_key(key) for key in values if key.strip()]
+        found = [_sendable_key(key) for key in ([given] if single else given.split(",")) if key.strip()]
     except ValueError as error:
         raise SettingsError(f"{variable}: {error}") from None
-    if not found and list(values) != [""]:
+    if given and not found:
         raise SettingsError(f"{variable}: is set, but contains no key; add a key, or unset the variable")
     return tuple(map(SecretStr, found))
 

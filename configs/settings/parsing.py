@@ -18,18 +18,12 @@ _SECRETS = frozenset({"secret", "auth"})
 
 
 def parse_settings(args: dict[str, Any]) -> ServiceSettings:
-    """Return the settings in a config file's `args`.
-
-    Raises SettingsError with one line per error.
-    """
+    """Return the settings in a config file's `args`; raise SettingsError, a line per error."""
     return _parsed(ServiceSettings, args)
 
 
 def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
-    """Return the settings in `policy_kwargs`.
-
-    Raises SettingsError with one line per error.
-    """
+    """Return the settings in `policy_kwargs`; raise SettingsError, a line per error."""
     return _parsed(ScalingSettings, policy_kwargs)
 
 
@@ -53,7 +47,6 @@ def changed_limits(built: RouterLimits, user_config: Any) -> RouterLimits:
 
 
 def _parsed(model: type[M], given: Any) -> M:
-    """Raises SettingsError with one line per error."""
     try:
         return model.model_validate(given)
     except ValidationError as error:

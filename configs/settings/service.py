@@ -89,7 +89,6 @@ class ModelSettings(Frozen):
 
     @property
     def model_path(self) -> str:
-        """Path or hub id of the model for vLLM."""
         return str(DEMO_MODEL_DIR) if self.model == DEMO_MODEL else self.model
 
     @property
@@ -103,7 +102,6 @@ class ModelSettings(Frozen):
 
     @property
     def model_name(self) -> str:
-        """Model name in client requests."""
         return self.model_names[0]
 
     @property
@@ -213,5 +211,4 @@ class ServiceSettings(ModelSettings):
 
 
 def _suffix(model: ModelSettings) -> str:
-    """Return the suffix of a model's deployment names."""
     return f"-{UNNAMEABLE.sub('-', model.model_name)}"

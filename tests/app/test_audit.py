@@ -94,6 +94,16 @@ def test_a_pair_that_deviates_more_than_decode_alone_is_named(
     assert said in printed.out + printed.err
 
 
+@pytest.mark.parametrize("tokens", ["1", "0"])
+def test_an_answer_that_prefill_may_give_alone_is_refused(
+    url: str, capsys: pytest.CaptureFixture[str], tokens: str
+) -> None:
+    """With `first_token: prefill`, decode would receive no KV for an answer of one token."""
+    with pytest.raises(SystemExit, match="2"):
+        audit.main(["--url", url, "--count", "3", "--tokens", tokens])
+    assert "--tokens must be at least 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [audit.main, lambda options: drain.main(["engine", *options])])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), IncompleteRead(b"")])
 def test_a_command_that_ends_early_says_why(

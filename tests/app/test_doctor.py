@@ -64,35 +64,56 @@ def test_a_healthy_machine(config_file: Callable[..., str], capsys: pytest.Captu
     status = main(["--config", config_file()])
     output = capsys.readouterr().out
     assert (status, failures(output)) == (0, []), output
-    for check in {*CHECKS} - {"gpus", "engines", "temporary", "tls", "store"}:
+    for check in {"python", "config", *CHECKS} - {"gpus", "engines", "temporary", "tls", "store"}:
         assert f"ok    {check} " in output
     assert "16 MiB between two processes" in output
 
 
+MLX5 = {"decode": {"environment": {"UCX_NET_DEVICES": "mlx5_77:1"}}}
+RANGE = {"prefill": {"environment": {"UCX_TCP_PORT_RANGE": "2000"}}}
+NO_TCP = {"decode": {"environment": {"UCX_TLS": "posix,self"}}}
+"""Shared memory alone, which cannot detect a peer's death."""
+SECOND = "two-models.yaml"
+
+
 @pytest.mark.parametrize(
-    ("changes", "message", "remedy"),
+    ("file", "changes", "message"),
     [
-        ({"transfer": {"backends": ["UCX", "TCPX"]}}, "NIXL has no backend TCPX", "set transfer.backends to some of"),
-        ({"transfer": {"backends": ["GDS"]}}, "could not start with backends ['GDS']", "install the libraries of GDS"),
-        ({"decode": {"environment": {"UCX_TLS": "posix,self"}}}, "the receiver", "check the UCX_ variables"),
+        (
+            "local.yaml",
+            {"transfer": {"backends": ["UCX", "TCPX"]}},
+            "transfer .* no backend TCPX.* set transfer.backends to",
+        ),
+        ("local.yaml", {"transfer": {"backends": ["GDS"]}}, r"transfer .*'GDS'\].* install the libraries of GDS"),
+        ("local.yaml", NO_TCP, "transfer .*the receiver.* check the UCX_ variables"),
+        ("local.yaml", {"decode": {"replica": 2}}, "config .* decode.replica: no such setting.* correct the file"),
+        ("local.yaml", {"engine": {"max_modle_len": 1}}, "config .* engine.max_modle_len: vLLM has no such argument"),
+        ("local.yaml", {"model": "/nowhere/at/all"}, "model .* there is no config.json in '/nowhere/at/all'"),
+        ("local.yaml", MLX5, "ucx .* decode: .* mlx5_77:1"),
+        ("local.yaml", {"model": "/nowhere", "transfer": {"devices": ["lo"]}}, "model .* '/nowhere'"),
+        ("local.yaml", RANGE, "ports .* '2000' is not a range"),
+        (SECOND, MLX5, r"ucx .* models\.1\.decode: .* mlx5_77:1"),
+        (SECOND, RANGE, "ports .* '2000' is not a range"),
+        (SECOND, NO_TCP, "transfer .* {second}: the receiver"),
     ],
 )
-def test_a_transfer_that_cannot_work(
+def test_one_problem(
     config_file: Callable[..., str],
     capsys: pytest.CaptureFixture[str],
+    file: str,
     changes: dict[str, Any],
     message: str,
-    remedy: str,
 ) -> None:
-    """Back ends that NIXL lacks or cannot start; shared memory alone, which cannot detect a
-    peer's death.
-    """
-    assert main(["--config", config_file(**changes), "--skip", "python", "model"]) == 1
+    """The doctor prints one problem, which names the key or the model, and its remedy."""
+    path = config_file(file, **changes)
+    if file == SECOND:
+        message = message.format(second=list(read(Path(path))[1].each_model().values())[1].model_name)
+    skipped = ["python", "kernels", *([] if message.startswith("transfer") else ["transfer"])]
+    assert main(["--config", path, "--skip", *skipped]) == 1
     output = capsys.readouterr().out
-    (line,) = failures(output)
-    assert line.startswith("FAIL  transfer ")
-    assert message in line
-    assert f"-> {remedy}" in output
+    assert len(failures(output)) == 1
+    found = output[output.index("FAIL") :].replace("\n", " ")
+    assert re.match(f"FAIL  {message}", found), found
 
 
 def test_a_transfer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,28 +124,6 @@ def test_a_transfer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (finding,) = check_transfer(settings)
     assert finding.what == "the receiver sent no result within 0.1 s"
     assert finding.remedy.startswith("check the UCX_ variables")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"decode": {"replica": 2}}, "config .* decode.replica: no such setting"),
-        ({"engine": {"max_modle_len": 1}}, "config .* engine.max_modle_len: vLLM has no such argument"),
-        ({"model": "/nowhere/at/all"}, "model .* there is no config.json in '/nowhere/at/all'"),
-        ({"decode": {"environment": {"UCX_NET_DEVICES": "mlx5_77:1"}}}, "ucx .* decode: .* mlx5_77:1"),
-        ({"model": "/nowhere", "transfer": {"devices": ["lo"]}}, "model .* '/nowhere'"),
-        ({"prefill": {"environment": {"UCX_TCP_PORT_RANGE": "2000"}}}, "ports .* '2000' is not a range"),
-    ],
-)
-def test_a_configuration_that_does_not_fit_the_machine(
-    config_file: Callable[..., str], capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
-) -> None:
-    """The doctor prints one line, which names the key."""
-    assert main(["--config", config_file(**changes), "--skip", "transfer"]) == 1
-    output = capsys.readouterr().out
-    (line,) = failures(output)
-    assert " -> " in output
-    assert re.search(message, line), line
 
 
 def test_a_port_that_is_taken(config_file: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,27 +142,6 @@ def test_a_port_that_is_taken(config_file: Callable[..., str], capsys: pytest.Ca
     assert {http, side, rank} <= {int(line.split(":")[1]) for line in failures(output)}
     for setting in ("router.http_port", "transfer.side_channel_port", "decode.rpc_port"):
         assert f"or change {setting}" in output
-
-
-@pytest.mark.parametrize(
-    ("roles", "message"),
-    [
-        ({"decode": {"environment": {"UCX_NET_DEVICES": "mlx5_77:1"}}}, r"ucx .* models\.1\.decode: .* mlx5_77:1"),
-        ({"prefill": {"environment": {"UCX_TCP_PORT_RANGE": "2000"}}}, "ports .* '2000' is not a range"),
-        ({"decode": {"environment": {"UCX_TLS": "posix,self"}}}, r"transfer .* {second}: the receiver"),
-    ],
-    ids=["devices", "port range", "transfer"],
-)
-def test_the_second_of_two_models(
-    config_file: Callable[..., str], capsys: pytest.CaptureFixture[str], roles: dict[str, Any], message: str
-) -> None:
-    """The doctor checks the roles of both models in the same way."""
-    path = config_file("two-models.yaml", **roles)
-    second = list(read(Path(path))[1].each_model().values())[1].model_name
-    skipped = ["python", "kernels", *([] if message.startswith("transfer") else ["transfer"])]
-    assert main(["--config", path, "--skip", *skipped]) == 1
-    (line,) = failures(capsys.readouterr().out)
-    assert re.search(message.format(second=second), line), line
 
 
 @pytest.fixture
@@ -191,30 +169,27 @@ def test_a_chat_template_that_renders_the_time(checkpoint: Path, call: str, ok: 
     assert (found == []) == ok
 
 
-def model_problem(folder: Path) -> str:
-    (finding,) = check_readable(parse_settings({"model": str(folder)}))
-    assert not finding.ok
-    return finding.what
-
-
 def test_a_model_that_cannot_be_read(checkpoint: Path) -> None:
     """The checkpoint is truncated, a Git LFS pointer, without weights, or without valid JSON."""
+
+    def finding() -> str:
+        (found,) = check_readable(parse_settings({"model": str(checkpoint)}))
+        return "" if found.ok else found.what
+
     (weights,) = checkpoint.glob("*.safetensors")
     whole = weights.read_bytes()
-    (finding,) = check_readable(parse_settings({"model": str(checkpoint)}))
-    assert finding.ok
-    weights.write_bytes(whole[:100])
-    assert f"{weights.name}: is truncated" in model_problem(checkpoint)
-    weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
-    assert f"{weights.name}: is a Git LFS pointer" in model_problem(checkpoint)
+    assert finding() == ""
+    for damaged, problem in ((whole[:100], "is truncated"), (b"version https://git-lfs.github.com/1", "is a Git LFS")):
+        weights.write_bytes(damaged)
+        assert f"{weights.name}: {problem}" in finding()
     weights.unlink()
+    assert "no weights" in finding()
     weights.mkdir()
-    assert f"{weights.name}: Is a directory" in model_problem(checkpoint)
+    assert f"{weights.name}: Is a directory" in finding()
     weights.rmdir()
-    assert "no weights" in model_problem(checkpoint)
     weights.write_bytes(whole)
     (checkpoint / "config.json").write_text("{")
-    assert "config.json: is not JSON" in model_problem(checkpoint)
+    assert "config.json: is not JSON" in finding()
 
 
 @pytest.mark.parametrize(
@@ -258,45 +233,46 @@ def test_a_model_that_vllm_refuses(tmp_path: Path) -> None:
     assert list(configuration.check_kernels(parse_settings({"model": "nobody/nothing"}))) == []
 
 
-def test_few_open_files_and_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hard limit counts: each process raises its soft limit to it."""
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (1024, 4096))
     (finding,) = machine.check_open_files(ServiceSettings())
     assert (finding.what, finding.ok) == ("a process may open 4,096 files; a router may need 5,120", False)
     (finding,) = machine.check_open_files(parse_settings({"router": {"max_ongoing_sequences": 3000}}))
     assert finding.ok
-    monkeypatch.setenv("HOME", "/none")
-    assert [one.ok for one in machine.check_home()] == [False]
 
 
-def test_a_temporary_directory_that_is_too_long_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of a socket of Ray has at most 107 bytes; RAY_TMPDIR precedes TMPDIR."""
-    monkeypatch.setenv("TMPDIR", "/" + "x" * 60)
+LONG = "/" + "x" * 60
+
+
+@pytest.mark.parametrize(
+    ("check", "variables", "failed"),
+    [
+        (machine.check_home, {"HOME": "/none"}, ["HOME: /none is not a directory"]),
+        (machine.check_home, {"VLLM_CACHE_ROOT": "{tmp}/new/cache"}, []),
+        # As in a container with a read-only root. /proc stands for it: root can write elsewhere.
+        (machine.check_home, {"XDG_CACHE_HOME": "/proc/self/cache"}, ["XDG_CACHE_HOME: /proc/self/cache cannot be"]),
+        (machine.check_temporary_directory, {"RAY_TMPDIR": "/proc/self"}, ["/proc/self cannot be written"]),
+        # The path of a socket of Ray has at most 107 bytes; RAY_TMPDIR precedes TMPDIR.
+        (machine.check_temporary_directory, {"TMPDIR": LONG}, [f"{LONG}: 61 bytes long"]),
+        (machine.check_temporary_directory, {"TMPDIR": LONG, "RAY_TMPDIR": "/tmp"}, []),
+    ],
+)
+def test_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Any, variables: dict[str, str], failed: list[str]
+) -> None:
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    (finding,) = machine.check_temporary_directory()
-    assert "set RAY_TMPDIR" in finding.remedy
-    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
-    assert [one.ok for one in machine.check_temporary_directory()] == [True]
-
-
-def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container with a read-only root. /proc stands for it: root can write elsewhere."""
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "new" / "cache"))
-    assert [one.ok for one in machine.check_home()] == [True]
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/self/cache")
-    assert [one.what for one in machine.check_home() if not one.ok] == [
-        "XDG_CACHE_HOME: /proc/self/cache cannot be written"
-    ]
-    monkeypatch.setenv("RAY_TMPDIR", "/proc/self")
-    assert [one.what for one in machine.check_temporary_directory() if not one.ok] == ["/proc/self cannot be written"]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp=tmp_path))
+    found = [one.what for one in check() if not one.ok]
+    assert [one.startswith(text) for one, text in zip(found, failed, strict=True)] == [True] * len(failed), found
 
 
 def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM would report it only at an engine's start."""
+    """vLLM would report it only at an engine's start. Engines with GPUs do not need it."""
     monkeypatch.setattr(machine, "NUMA", "libnuma-not.so.1")
     (finding,) = machine.check_libraries(ServiceSettings())
-    assert "libnuma-not.so.1" in finding.what
-    assert not finding.ok
+    assert ("libnuma-not.so.1" in finding.what, finding.ok) == (True, False)
     gpus = {"num_gpus": 1}
     assert list(machine.check_libraries(parse_settings({"prefill": gpus, "decode": gpus}))) == []
 

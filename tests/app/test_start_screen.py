@@ -1,6 +1,7 @@
 """The launcher's output while engines start, and at the end of a failed start."""
 
-from app.start_screen import EngineReport, EngineStages, failure_of, last_error, replicas_at_start
+from actors.engine.startup.start_log import STAGES, EngineReport
+from app.start_screen import EngineStages, failure_of, last_error, replicas_at_start
 from configs.settings.parsing import parse_settings
 
 MAX_LINES_UNTIL_READY = 25
@@ -37,7 +38,7 @@ def test_a_stage_counts_when_all_replicas_have_reached_it() -> None:
 def test_many_replicas_that_load_for_an_hour_stay_within_the_screen() -> None:
     stages = EngineStages({"prefill": 64, "decode": 32})
     lines = [line for second in range(3600) for line in stages.advance([], float(second))]
-    for stage in ("importing vLLM", "engine core", "loading weights", "KV cache", "ready"):
+    for stage in STAGES:
         reports = [EngineReport("prefill", stage)] * 64 + [EngineReport("decode", stage)] * 32
         lines += stages.advance(reports, 3600.0)
     assert LINES_OF_THE_LAUNCHER + len(lines) <= MAX_LINES_UNTIL_READY

@@ -31,6 +31,16 @@ _EXCEPTION = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class EngineReport:
+    """Stage or failure of one engine's start. ``log`` is a path; empty without a log file."""
+
+    role: str
+    stage: Stage
+    error: str | None = None
+    log: str = ""
+
+
 def stage_of(line: str) -> Stage | None:
     for message, stage in STAGE_MESSAGES.items():
         if message in line:

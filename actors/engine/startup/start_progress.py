@@ -8,11 +8,11 @@ import contextlib
 import json
 import logging
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from actors.engine.startup.start_log import STAGES, Stage, root_cause, stage_of
+from actors.engine.startup.start_log import STAGES, EngineReport, Stage, root_cause, stage_of
 from actors.errors import EngineStartError
 from actors.process import link_logs, own_logs
 from actors.upstream import ray_private
@@ -90,7 +90,7 @@ class StartProgress:
                             self._put()
 
     def _put(self, error: str | None = None) -> None:
-        report = {"role": self._role, "stage": self._stage, "error": error, "log": self.log}
+        report = asdict(EngineReport(self._role, self._stage, error, self.log))
         try:
             if ray_private.store_exists(WATCHED):
                 key = PREFIX + f"{self._role}/{self._replica}".encode()
@@ -105,11 +105,9 @@ class StartWatch:
     def open(self) -> None:
         ray_private.store_put(WATCHED, b"")
 
-    def reports(self) -> dict[str, dict[str, Any]]:
-        """Return the latest report of each engine, by `role/replica`."""
-        keys = ray_private.store_keys(PREFIX)
-        values = {key: ray_private.store_get(key) for key in keys}
-        return {key.removeprefix(PREFIX).decode(): json.loads(value) for key, value in values.items() if value}
+    def reports(self) -> list[EngineReport]:
+        values = map(ray_private.store_get, ray_private.store_keys(PREFIX))
+        return [EngineReport(**json.loads(value)) for value in values if value]
 
     def close(self) -> None:
         ray_private.store_delete(WATCHED)

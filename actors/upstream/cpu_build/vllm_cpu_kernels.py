@@ -27,14 +27,6 @@ class CpuFeatures:
     avx512: bool
 
 
-@dataclass(frozen=True)
-class Layers:
-    """Kinds of layers of a model whose CPU kernels support a limited choice of dtypes."""
-
-    mla: bool = False
-    gated_delta_net: bool = False
-
-
 def cpu_features() -> CpuFeatures:
     import torch
 
@@ -53,14 +45,19 @@ class KernelProblem:
         return f"{self.reason}; {self.remedy}"
 
 
-def cpu_problem(layers: Layers, features: CpuFeatures, dtype: str, backend: str | None) -> KernelProblem | None:
-    """Return why vLLM's CPU kernels cannot run these layers, or None. `dtype` is not `auto`."""
+def model_problem(model: "ModelConfig", backend: Any, features: CpuFeatures) -> KernelProblem | None:
+    """Return why vLLM's CPU kernels cannot run `model`, or None.
+
+    `backend` is vLLM's enum member of an explicit attention backend, its name, or None.
+    """
+    dtype, text = str(model.dtype).removeprefix("torch."), model.hf_text_config
     if dtype == BFLOAT16:
         return None
-    if layers.gated_delta_net:
+    linear = "linear_attention" in (getattr(text, "layer_types", None) or ())
+    if linear and str(getattr(text, "model_type", "")).startswith(GATED_DELTA_NET_MODELS):
         reason = f"vLLM's CPU kernel for gated delta net needs bfloat16, not {dtype}"
         return KernelProblem(reason, f"set `engine.dtype: {BFLOAT16}`")
-    if layers.mla and features.amx and backend != REFERENCE_MLA:
+    if model.use_mla and features.amx and getattr(backend, "name", backend) != REFERENCE_MLA:
         remedy = f"set `engine.dtype: {BFLOAT16}`, or `engine.attention_backend: {REFERENCE_MLA}` for the slower kernel"
         return KernelProblem(f"vLLM's MLA kernel for CPUs with AMX needs bfloat16, not {dtype}", remedy)
     return None
@@ -102,23 +99,6 @@ def engine_problem(model: "ModelConfig", backend: Any, cache_dtype: str, paralle
         model_problem(model, backend, features)
         or cache_problem(cache_dtype, features)
         or experts_problem(model, parallel)
-    )
-
-
-def layers_of(text_config: Any, mla: bool) -> Layers:
-    model_type = str(getattr(text_config, "model_type", ""))
-    linear = "linear_attention" in (getattr(text_config, "layer_types", None) or ())
-    return Layers(mla=mla, gated_delta_net=linear and model_type.startswith(GATED_DELTA_NET_MODELS))
-
-
-def model_problem(model: "ModelConfig", backend: Any, features: CpuFeatures) -> KernelProblem | None:
-    """Return why vLLM's CPU kernels cannot run `model`, or None.
-
-    `backend` is vLLM's enum member of an explicit attention backend, its name, or None.
-    """
-    dtype = str(model.dtype).removeprefix("torch.")
-    return cpu_problem(
-        layers_of(model.hf_text_config, model.use_mla), features, dtype, getattr(backend, "name", backend)
     )
 
 

@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
 from actors.engine.engine_actor import EngineActor
-from actors.engine.vllm_engine import StopFlag, VllmEngine, engine_config, frontend_digest, slots_of
+from actors.engine.vllm_engine import DESCRIBE, StopFlag, VllmEngine, engine_config, frontend_digest, slots_of
 from actors.engine_pool.engines import EnginePool, publish, replicas_of
 from actors.policy.admission import KvCache
 from actors.policy.prefixes import EngineStore
@@ -164,7 +164,7 @@ async def test_routers_learn_the_stores_of_all_ranks(
     engine = VllmEngine(llm, app, StopFlag(), AsyncExitStack(), None, load=None, supervisor="", ranks=len(ranks))
     actor = Actor(engine)
     await actor._open_rpc_servers(RoleSettings(max_ongoing_sequences=5))  # noqa: SLF001
-    engine.described = [await engine.describe_connector(5, rank) for rank in engine.ranks]
+    engine.described = [await engine.probe(DESCRIBE, 5, rank) for rank in engine.ranks]
     actor._describe_ranks()  # noqa: SLF001
     handle: Any = SimpleNamespace(deployment_id=f"stores {ranks}")
     handle.options = lambda: handle

@@ -11,26 +11,36 @@ from pydantic import SecretStr
 
 from actors.engine import engine_actor, node_failures
 from actors.engine.engine_actor import Decode, Prefill
-from actors.engine.node_failures import LostNodes, dead_nodes_now, grace_s, watch_nodes
+from actors.engine.node_failures import dead_nodes_now, grace_s, watch_nodes
 from actors.errors import EngineStartError
 from actors.upstream.ray_private import RECONNECT_VARIABLE
 from configs.settings.parsing import parse_settings
 from configs.settings.service import ServiceSettings
 
 
-def test_a_node_is_lost_some_time_after_it_is_dead():
-    """From `gone_s` after its death until the report has succeeded, and never again. Nodes that
-    were dead at the engine's start had no contact with it.
+async def test_a_node_is_lost_some_time_after_it_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 s after Ray's report, also if Ray has forgotten the node, and never again. Nodes that were
+    dead at the engine's start had no contact with it.
     """
-    lost = LostNodes(["old"], gone_s=10)
-    assert lost.look(["old", "a"], 100) == []
-    assert lost.look(["old", "a", "b"], 109.9) == []
-    assert lost.look(["old", "a", "b"], 110) == lost.look(["a", "b"], 111) == ["a"]
-    lost.reported("a")
-    assert lost.look(["a", "b"], 119) == []
-    assert lost.look(["a", "b"], 119.9) == ["b"]
-    lost.reported("b")
-    assert lost.look(["a", "b"], 1000) == []
+    polls = [(100, "old a"), (109.9, "old a b"), (110, "old a b"), (111, "a b"), (119.8, "a"), (119.9, "a"), (999, "a")]
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    told: list[tuple[str, float]] = []
+
+    def dead_nodes() -> list[str]:
+        clock.now, dead = polls.pop(0) if len(polls) > 1 else polls[0]
+        return dead.split()
+
+    async def tell(engines: str) -> None:
+        told.append((engines, clock.now))
+
+    for name, value in (("_dead_nodes", dead_nodes), ("POLL_S", 0.001), ("time", clock)):
+        monkeypatch.setattr(node_failures, name, value)
+    watch = asyncio.create_task(watch_nodes(tell, 10, ["old"]))
+    while clock.now < 999:  # noqa: ASYNC110 - the watch has no event for it
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.02)
+    watch.cancel()
+    assert told == [("a.", 110), ("b.", 119.9)]
 
 
 @pytest.mark.parametrize(

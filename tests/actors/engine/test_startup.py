@@ -15,7 +15,7 @@ import vllm.envs
 
 from actors.engine.startup import start_progress
 from actors.engine.startup.gpu_defaults import SAMPLER, START_LIMIT, START_LIMIT_S, set_gpu_defaults
-from actors.engine.startup.start_log import MAX_CAUSE_LINES, STAGE_MESSAGES, root_cause, stage_of
+from actors.engine.startup.start_log import MAX_CAUSE_LINES, STAGE_MESSAGES, EngineReport, root_cause, stage_of
 from actors.engine.startup.start_progress import StartProgress, StartWatch
 from actors.errors import EngineStartError
 from actors.upstream import ray_private
@@ -61,35 +61,24 @@ def test_the_installed_vllm_logs_these_messages() -> None:
     assert all(message in sources for message in STAGE_MESSAGES)
 
 
-def test_the_error_of_a_worker_counts_before_the_engine_cores() -> None:
-    log = "\n".join([*traceback(RANK, "safetensors.SafetensorError: incomplete metadata"), *WORKER_FAILED])
-    assert root_cause(log) == "safetensors.SafetensorError: incomplete metadata"
+NO = "ValueError: no"
+CHAIN = ("KeyError: 'x'", "", "During handling of the above exception, another exception occurred:", "")
+AGAIN = ("Traceback (most recent call last):", "    h()", "OSError: the model cannot be found", "Check its name.")
 
 
-def test_lines_of_ranks_that_alternate() -> None:
-    pairs = zip(traceback(RANK, "ValueError: no"), traceback(OTHER_RANK, "ValueError: no"), strict=True)
-    log = "\n".join([*(line for pair in pairs for line in pair), *WORKER_FAILED])
-    assert root_cause(log) == "ValueError: no"
-
-
-def test_of_chained_exceptions_the_last_counts() -> None:
-    chain = ("KeyError: 'x'", "", "During handling of the above exception, another exception occurred:", "")
-    again = ("Traceback (most recent call last):", "    h()", "OSError: the model cannot be found", "Check its name.")
-    assert (
-        root_cause("\n".join(traceback(CORE, *chain, *again))) == "OSError: the model cannot be found\nCheck its name."
-    )
-
-
-def test_a_long_message_is_cut() -> None:
-    cause = root_cause("\n".join(traceback(CORE, "ValueError: no", *map(str, range(100)))))
-    assert cause is not None
-    assert len(cause.splitlines()) == MAX_CAUSE_LINES
-
-
-def test_a_log_without_an_error() -> None:
-    assert (
-        root_cause("(EngineCore pid=1) INFO 11-22 17:03:12 [core.py:133] ValueError: only told\nValueError: x") is None
-    )
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ([*traceback(RANK, "safetensors.SafetensorError: bad"), *WORKER_FAILED], "safetensors.SafetensorError: bad"),
+        ([line for pair in zip(traceback(RANK, NO), traceback(OTHER_RANK, NO), strict=True) for line in pair], NO),
+        (traceback(CORE, *CHAIN, *AGAIN), "OSError: the model cannot be found\nCheck its name."),
+        (traceback(CORE, NO, *map(str, range(100))), "\n".join([NO, *map(str, range(MAX_CAUSE_LINES - 1))])),
+        (["(EngineCore pid=1) INFO 11-22 17:03:12 [core.py:133] ValueError: only told", "ValueError: x"], None),
+    ],
+    ids=["a worker's before the core's", "two ranks in turns", "the last of a chain", "a long message", "no error"],
+)
+def test_the_cause_of_a_failed_start(log: list[str], cause: str | None) -> None:
+    assert root_cause("\n".join(log)) == cause
 
 
 SERVE_LOG = """
@@ -167,15 +156,15 @@ def test_stages_of_a_start(store: Store, log: Path) -> None:
     watch = StartWatch()
     watch.open()
     with StartProgress("prefill", "r1"):
-        assert watch.reports()["prefill/r1"]["stage"] == "importing vLLM"
+        assert [one.stage for one in watch.reports()] == ["importing vLLM"]
         with log.open("a", encoding="utf-8") as file:
             file.write("INFO Starting to load model x...\n")
         until = time.monotonic() + 10
-        while watch.reports()["prefill/r1"]["stage"] != "loading weights":
+        while [one.stage for one in watch.reports()] != ["loading weights"]:
             assert time.monotonic() < until
             time.sleep(0.01)
     name = str(log.with_name("prefill-r1.out"))
-    assert watch.reports() == {"prefill/r1": {"role": "prefill", "stage": "ready", "error": None, "log": name}}
+    assert watch.reports() == [EngineReport("prefill", "ready", None, name)]
     assert Path(name).read_text(encoding="utf-8") == log.read_text(encoding="utf-8")
     watch.close()
     assert store.values == {}

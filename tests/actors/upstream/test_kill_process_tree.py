@@ -40,13 +40,6 @@ def _child(parent: subprocess.Popen[str]) -> psutil.Process:
     return psutil.Process(int(parent.stdout.readline()))
 
 
-def test_all_processes_are_killed(parent: subprocess.Popen[str]) -> None:
-    child = _child(parent)
-    utils.kill_process_tree(parent.pid)
-    assert parent.wait(10) < 0
-    assert psutil.wait_procs([child], 10)[1] == []
-
-
 def test_a_process_that_ends_meanwhile_is_no_error(
     parent: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,18 +57,21 @@ def test_a_process_that_ends_meanwhile_is_no_error(
     child.kill()
 
 
+@pytest.mark.parametrize("ends", [True, False])
 def test_a_child_that_ends_meanwhile_does_not_save_its_parent(
-    parent: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+    parent: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
     child = _child(parent)
     children = psutil.Process.children
 
     def before_its_end(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
         found = children(process, recursive)
-        child.kill()
-        psutil.wait_procs([child], 10)
+        if ends:
+            child.kill()
+            psutil.wait_procs([child], 10)
         return found
 
     monkeypatch.setattr(psutil.Process, "children", before_its_end)
     utils.kill_process_tree(parent.pid)
     assert parent.wait(10) < 0
+    assert psutil.wait_procs([child], 10)[1] == []

@@ -55,22 +55,15 @@ async def test_an_engine_that_does_not_repeat_is_an_error(outputs: list[RequestO
         served.check()
 
 
-async def test_an_error_of_the_engine_passes_at_once() -> None:
-    """The error overtakes outputs that wait for their group."""
-    collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
-    replaying = ReplayCollector(collector, ServedCall(replay=((0, 1, 2),)))
-    replaying.put(output(0))
-    replaying.put(ConnectionError("gone"))
-    with pytest.raises(ConnectionError):
-        await asyncio.wait_for(collector.get(), 1)
-
-
-async def test_an_engine_that_stops_while_it_repeats_has_not_diverged() -> None:
-    """Another engine may still continue the stream."""
-    served = ServedCall(replay=((0, 1), (2,)))
+async def test_an_end_of_the_engine_overtakes_outputs_that_wait() -> None:
+    """An engine that stops while it repeats has not diverged: another one may continue."""
+    served = ServedCall(replay=((0, 1, 2),))
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
     replaying = ReplayCollector(collector, served)
     replaying.put(output(0))
     replaying.put(aborted())
     assert (await collector.get()).outputs[0].finish_reason == "abort"
+    replaying.put(ConnectionError("gone"))
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(collector.get(), 1)
     assert served.problem is None

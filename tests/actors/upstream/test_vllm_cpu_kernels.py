@@ -16,65 +16,54 @@ from actors.engine import vllm_engine
 from actors.upstream.cpu_build import vllm_cpu_kernels
 from actors.upstream.cpu_build.vllm_cpu_kernels import (
     CpuFeatures,
-    Layers,
     adapter_problem,
     cache_problem,
-    cpu_problem,
     experts_problem,
-    layers_of,
+    model_problem,
 )
 from configs.settings.parsing import parse_settings
 from testing.models import deepseek_v2
 
 AMX, PLAIN = CpuFeatures(amx=True, avx512=True), CpuFeatures(amx=False, avx512=True)
 AVX2 = CpuFeatures(amx=False, avx512=False)
-MLA, GATED, BOTH, NEITHER = Layers(mla=True), Layers(gated_delta_net=True), Layers(True, True), Layers()
+GATED = {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}
 USE_BFLOAT16 = "set `engine.dtype: bfloat16`"
 OR_CPU_MLA = "or `engine.attention_backend: CPU_MLA`"
 
 
 @pytest.mark.parametrize(
-    ("layers", "features", "dtype", "backend", "remedies"),
+    ("text", "mla", "features", "dtype", "backend", "remedies"),
     [
-        (NEITHER, AMX, "float32", None, ()),
+        ({}, False, AMX, "float32", None, ()),
         # Latent attention: the CPU's choice, unless the backend is named.
-        (MLA, PLAIN, "float32", None, ()),
-        (MLA, AMX, "float32", None, (USE_BFLOAT16, OR_CPU_MLA)),
+        ({}, True, PLAIN, "float32", None, ()),
+        ({}, True, AMX, "float32", None, (USE_BFLOAT16, OR_CPU_MLA)),
         # vLLM ignores it and uses AMX_MLA
-        (MLA, AMX, "float32", "TRITON_MLA", (USE_BFLOAT16, OR_CPU_MLA)),
-        (MLA, AMX, "float32", "CPU_MLA", ()),
-        (MLA, AMX, "bfloat16", None, ()),
+        ({}, True, AMX, "float32", "TRITON_MLA", (USE_BFLOAT16, OR_CPU_MLA)),
+        ({}, True, AMX, "float32", "CPU_MLA", ()),
+        ({}, True, AMX, "bfloat16", None, ()),
         # Gated delta net: one dtype on every CPU.
-        (GATED, PLAIN, "float32", None, (USE_BFLOAT16,)),
-        (GATED, AMX, "float16", "CPU_MLA", (USE_BFLOAT16,)),
-        (GATED, AMX, "bfloat16", None, ()),
-        (BOTH, PLAIN, "float32", "CPU_MLA", (USE_BFLOAT16,)),
+        (GATED, False, PLAIN, "float32", None, (USE_BFLOAT16,)),
+        (GATED, False, AMX, "float16", "CPU_MLA", (USE_BFLOAT16,)),
+        (GATED, False, AMX, "bfloat16", None, ()),
+        (GATED, True, PLAIN, "float32", "CPU_MLA", (USE_BFLOAT16,)),
+        (GATED | {"model_type": "qwen3_5_moe_text"}, False, PLAIN, "float32", None, (USE_BFLOAT16,)),
+        (GATED | {"layer_types": ["full_attention"]}, False, PLAIN, "float32", None, ()),
+        # Linear attention of another kind.
+        (GATED | {"model_type": "minimax"}, False, PLAIN, "float32", None, ()),
+        ({"model_type": "llama", "layer_types": None}, False, PLAIN, "float32", None, ()),
     ],
 )
 def test_what_cannot_run(
-    layers: Layers, features: CpuFeatures, dtype: str, backend: str | None, remedies: tuple[str, ...]
+    text: dict[str, Any], mla: bool, features: CpuFeatures, dtype: str, backend: str | None, remedies: tuple[str, ...]
 ) -> None:
     """The reason has the requested dtype, and the remedy all settings that help."""
-    problem = cpu_problem(layers, features, dtype, backend)
+    model: Any = SimpleNamespace(hf_text_config=SimpleNamespace(**text), use_mla=mla, dtype=f"torch.{dtype}")
+    problem = model_problem(model, backend, features)
     assert (problem is None) == (remedies == ())
     if problem is not None:
         assert f"not {dtype}" in problem.reason
         assert [one for one in (USE_BFLOAT16, OR_CPU_MLA) if one in problem.remedy] == list(remedies)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "layer_types", "gated"),
-    [
-        ("qwen3_next", ["linear_attention", "full_attention"], True),
-        ("qwen3_5_moe_text", ["linear_attention"], True),
-        ("qwen3_next", ["full_attention"], False),
-        ("minimax", ["linear_attention", "full_attention"], False),  # linear attention of another kind
-        ("llama", None, False),
-    ],
-)
-def test_gated_delta_net_is_recognised(model_type: str, layer_types: list[str] | None, gated: bool) -> None:
-    config = SimpleNamespace(model_type=model_type, layer_types=layer_types)
-    assert layers_of(config, mla=False) == Layers(gated_delta_net=gated)
 
 
 async def test_an_engine_refuses_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,10 +14,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from actors.router.client_request import ClientRequest
+from actors.upstream.uvicorn_protocol import CONNECTION
 from app.http.http_server import HttpServer
 from app.http.routes import build_http
+from tests.actors.behaviours import JSON
 
 HOST = "127.0.0.1"
+KEY = "of-a-client"
 LEAVE_S = 0.5
 WAIT_S = 60
 """Time limit in seconds for events that must happen, far above any pause of the machine."""
@@ -36,6 +40,75 @@ def client_of(router: Any, *keys: Any, **options: Any) -> httpx.AsyncClient:
     """Return a client of the application before this router, without a socket."""
     app: Any = build_http(router, *keys, **options)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://tandem")
+
+
+class Client:
+    """One connection: sends `wanted` in two pieces, records the answer, and may disconnect.
+
+    ``own_port``  whether it is a connection to the router's port, not to Serve's proxy
+    """
+
+    def __init__(self, wanted: ClientRequest, own_port: bool = False, **headers: str) -> None:
+        self.starts: list[dict[str, Any]] = []
+        self.pieces: list[bytes] = []
+        self.ended = False
+        self.left = asyncio.Event()
+        half = len(wanted.raw) // 2
+        self._pieces = [(wanted.raw[half:], False), (wanted.raw[:half], True)]
+        more = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": wanted.endpoint,
+            "headers": [(b"authorization", b"Bearer " + KEY.encode()), *(wanted.headers or JSON), *more],
+            "query_string": b"",
+        }
+        self.disconnected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.on_resume: Callable[[], None] | None = None
+        self.paused = False
+        if own_port:
+            self.scope[CONNECTION] = self
+
+    def serve(self, router: Any, *keys: Any, **options: Any) -> asyncio.Task[None]:
+        """Start to serve the request by the application before this router."""
+        app: Any = build_http(router, *keys, **options)
+        return asyncio.create_task(app(self.scope, self.receive, self.send))
+
+    @property
+    def status(self) -> int | None:
+        return self.starts[0]["status"] if self.starts else None
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        return dict(self.starts[0]["headers"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
+
+    def leave(self) -> None:
+        self.left.set()
+        if not self.disconnected.done():
+            self.disconnected.set_result(None)
+
+    def write(self, data: bytes) -> None:
+        """Take a part of the body, as a connection to the router's port."""
+
+    async def receive(self) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        if self._pieces and not self.left.is_set():
+            body, more = self._pieces.pop()
+            return {"type": "http.request", "body": body, "more_body": more}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: dict[str, Any]) -> None:
+        await asyncio.sleep(0)
+        if message["type"] == "http.response.start":
+            self.starts.append(message)
+        else:
+            self.pieces.append(message["body"])
+            self.ended = not message.get("more_body", False)
 
 
 class Behind:

@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 
 from actors.request import Call, Heartbeat, ResponseStart
-from actors.router.client_request import ClientRequest
 from actors.router.router import Router
-from actors.upstream.uvicorn_protocol import CONNECTION
 from app.http.auth import Authenticated, digest
 from app.http.routes import build_http
 from testing.prometheus import value_of
@@ -35,10 +33,9 @@ from tests.actors.behaviours import (
     well,
 )
 from tests.actors.fleet import Handle, at_rest
+from tests.app.http.servers import KEY, Client
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
-
-KEY = "of-a-client"
 
 
 def short(call: Call, turn: int) -> AsyncGenerator[Any, None]:
@@ -123,55 +120,6 @@ class _Counted(Coroutine[Any, Any, Any]):
     def _waits(self, waited_for: Any) -> Any:
         self._suspensions.one_more()
         return waited_for
-
-
-class Client:
-    """One connection: sends `wanted` in two pieces, receives the answer, and may disconnect.
-
-    ``own_port``  whether it is a connection to the router's port, not to Serve's proxy
-    """
-
-    def __init__(self, wanted: ClientRequest, own_port: bool = False) -> None:
-        self.status: int | None = None
-        self.ended = False
-        self.left = asyncio.Event()
-        half = len(wanted.raw) // 2
-        self._pieces = [(wanted.raw[half:], False), (wanted.raw[:half], True)]
-        self.scope: dict[str, Any] = {
-            "type": "http",
-            "method": "POST",
-            "path": wanted.endpoint,
-            "headers": [(b"authorization", b"Bearer " + KEY.encode()), *(wanted.headers or JSON)],
-            "query_string": b"",
-        }
-        self.disconnected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.on_resume: Callable[[], None] | None = None
-        self.paused = False
-        if own_port:
-            self.scope[CONNECTION] = self
-
-    def leave(self) -> None:
-        self.left.set()
-        if not self.disconnected.done():
-            self.disconnected.set_result(None)
-
-    def write(self, data: bytes) -> None:
-        """Take a part of the body, as a connection to the router's port."""
-
-    async def receive(self) -> dict[str, Any]:
-        await asyncio.sleep(0)
-        if self._pieces and not self.left.is_set():
-            body, more = self._pieces.pop()
-            return {"type": "http.request", "body": body, "more_body": more}
-        await self.left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: dict[str, Any]) -> None:
-        await asyncio.sleep(0)
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        else:
-            self.ended = not message.get("more_body", False)
 
 
 class Surface:

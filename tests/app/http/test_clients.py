@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import httpx
 import pytest
 
 from actors.request import Call
@@ -14,12 +13,11 @@ from actors.router import answer
 from actors.router.client_request import ClientRequest
 from app.http import generate, record
 from app.http.auth import digest
-from app.http.routes import build_http
 from configs.settings.router import MIN_ONGOING_SEQUENCES
 from tests.actors.behaviours import LIMITS, counted, engine, fleet, hangs, request, well
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
 from tests.actors.router.test_delays import DELAY_S, Engines
-from tests.app.http.test_cancelled_requests import KEY, Client
+from tests.app.http.servers import KEY, Client, client_of
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -28,13 +26,14 @@ async def test_sequences_are_counted_and_not_requests() -> None:
     """Requests for seven answers and for one fill a router with a limit of eight."""
     router, prefill, decode = fleet([well], [hangs])
     router.limits = LIMITS.model_copy(update={"max_ongoing_sequences": 8})
-    surface: Any = build_http(router)  # type: ignore[arg-type]
 
     async def ask(wanted: ClientRequest) -> Client:
         client = Client(wanted)
-        client.serving = asyncio.create_task(surface(client.scope, client.receive, client.send))  # type: ignore[attr-defined]
+        serving.append(client.serve(router))
         await asyncio.sleep(0.05)
         return client
+
+    serving: list[asyncio.Task[None]] = []
 
     one, seven = await ask(request()), await ask(request(n=7))
     assert router.ongoing_sequences == 8
@@ -58,8 +57,7 @@ async def test_a_body_that_never_ends() -> None:
         assert router.ongoing == 1
         await asyncio.sleep(60)
 
-    surface: Any = build_http(router)  # type: ignore[arg-type]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(surface), base_url="http://tandem") as client:
+    async with client_of(router) as client:
         reply = await client.post("/v1/completions", content=endless())
     assert (reply.status_code, reply.json()["error"]["message"]) == (408, "the body did not arrive within 0.05 s")
     assert router.ongoing == 0
@@ -80,13 +78,10 @@ class SlowClient(Client):
     def __init__(self, piece_s: float) -> None:
         super().__init__(request(max_tokens=40))
         self._piece_s = piece_s
-        self.pieces: list[bytes] = []
 
     async def send(self, message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.body":
-            if self.pieces:
-                await asyncio.sleep(self._piece_s)
-            self.pieces.append(message["body"])
+        if self.pieces:
+            await asyncio.sleep(self._piece_s)
         await super().send(message)
 
 
@@ -114,9 +109,7 @@ async def test_a_client_that_reads_nothing_loses_its_slots(
     router, prefill, decode = fleet([well], [paced])
     router.limits = LIMITS.model_copy(update={"idle_timeout_s": 0.5})
     client = SlowClient(piece_s)
-    replica: Any = router
-    http: Any = build_http(replica)
-    await asyncio.wait_for(http(client.scope, client.receive, client.send), 20)
+    await asyncio.wait_for(client.serve(router), 20)
     await at_rest(prefill, decode)
     assert router.ongoing == 0
     assert (client.ended, client.status) == (ended, 200)
@@ -127,40 +120,31 @@ async def test_a_client_that_reads_nothing_loses_its_slots(
 async def test_a_failed_send_ends_the_stream() -> None:
     """Serve's `send` may raise; the engine then computes for nobody."""
     router, prefill, decode = fleet([well], [engine(1, [1])])
-    client = Client(request(max_tokens=40))
-    sent: list[Any] = []
 
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-        if len(sent) > 2:
-            raise OSError("Serve's proxy is gone")
+    class Gone(Client):
+        async def send(self, message: dict[str, Any]) -> None:
+            await super().send(message)
+            if len(self.pieces) > 1:
+                raise OSError("Serve's proxy is gone")
 
-    replica: Any = router
-    http: Any = build_http(replica)
     with pytest.raises(OSError, match="is gone"):
-        await asyncio.wait_for(http(client.scope, client.receive, send), 20)
+        await asyncio.wait_for(Gone(request(max_tokens=40)).serve(router), 20)
     await at_rest(prefill, decode)
     assert router.ongoing == 0
 
 
-class Asking(Client):
-    """Client that asks for an explanation, and records its `Server-Timing`."""
+def asking(stream: bool = True) -> Client:
+    return Client(request(stream=stream), x_tandem_explain="1")
 
-    def __init__(self, stream: bool = True) -> None:
-        super().__init__(request(stream=stream))
-        self.scope["headers"] = [*self.scope["headers"], (b"x-tandem-explain", b"1")]
-        self.timing = ""
 
-    async def send(self, message: dict[str, Any]) -> None:
-        self.timing += dict(message.get("headers", ())).get(b"server-timing", b"").decode()
-        await super().send(message)
+def timing(client: Client) -> str:
+    return client.headers.get(b"server-timing", b"").decode()
 
 
 async def ask(engines: Engines, client: Client, **keys: Any) -> dict[str, float]:
     """Return the number of requests with each of these parts in the final records."""
     router: Any = engines.router
-    http: Any = build_http(router, **keys)
-    await http(client.scope, client.receive, client.send)
+    await client.serve(router, **keys)
     assert (client.status, client.ended) == (200, True)
     await at_rest(engines.prefill, engines.decode)
     name, labels = "tandem_latency_breakdown_seconds_count", {"route": "remote"}
@@ -170,27 +154,27 @@ async def ask(engines: Engines, client: Client, **keys: Any) -> dict[str, float]
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_asks_is_told_all(stream: bool) -> None:
     """The router delays the first bytes until it has all parts."""
-    client = Asking(stream)
+    client = asking(stream)
     engines = Engines(**{"prefill": 0.05, "prefill's answer": DELAY_S})
     assert await ask(engines, client) == {"prefill": 1, "unexplained": 0, "first_step": 1}
-    assert "prefill;" in client.timing
-    assert "unexplained" not in client.timing
+    assert "prefill;" in timing(client)
+    assert "unexplained" not in timing(client)
 
 
 @pytest.mark.parametrize("keys", ["key_digests", "operator_digests"])
 async def test_with_keys_only_an_operator_is_told(keys: str) -> None:
     """The decision tells which prefixes of other clients are cached. The answer is the same."""
-    client = Asking()
+    client = asking()
     await ask(Engines(), client, **{keys: [digest(KEY)]})
-    assert bool(client.timing) == (keys == "operator_digests")
+    assert bool(timing(client)) == (keys == "operator_digests")
 
 
 async def test_a_client_that_asks_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client receives the parts known so far, and the router records these."""
     monkeypatch.setattr(record, "ACCOUNT_S", 0.01)
-    client = Asking()
+    client = asking()
     assert await ask(Engines(**{"prefill's answer": 60}), client) == {"prefill": 0, "unexplained": 1, "first_step": 1}
-    assert "unexplained;" in client.timing
+    assert "unexplained;" in timing(client)
 
 
 @pytest.mark.parametrize(("late_s", "prefill"), [(0.05, 1), (60, 0)])

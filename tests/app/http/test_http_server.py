@@ -6,14 +6,10 @@ import asyncio
 import os
 import resource
 import socket
+from typing import Any
 
 import httptools
-import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http import httptools_impl
 
@@ -21,8 +17,6 @@ from actors.upstream import uvicorn_protocol
 from actors.upstream.uvicorn_protocol import CONNECTION
 from app.http import http_server
 from app.http.http_server import HttpServer, PortTakenError
-from app.http.parsing import read_request
-from configs.settings.router import RouterLimits
 from connectors.errors import ConfigurationError
 from connectors.open_files import FEW
 from testing.ports import free_port
@@ -149,25 +143,22 @@ async def test_a_client_that_leaves_after_a_pipelined_request(body: int) -> None
             behind.go_on.set()
 
 
-async def test_the_port_of_another_service() -> None:
+OTHERS = [b"SSH-2.0-none\r\n", b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", b""]
+
+
+@pytest.mark.parametrize("says", [None, *OTHERS], ids=["another service", "SSH", "404", "nothing"])
+async def test_a_port_in_use(says: bytes | None) -> None:
     """A service refuses to share the port, although the kernel would allow it."""
-    port = free_port()
-    async with opened(Behind("one"), port, "another"):
-        with pytest.raises(PortTakenError, match=f"http_port: {HOST}:{port}.*another program or service"):
-            await HttpServer(Behind("two").app, HOST, port, LEAVE_S, "ours").open()
-
-
-@pytest.mark.parametrize("says", [b"SSH-2.0-none\r\n", b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", b""])
-async def test_the_port_of_another_program(says: bytes) -> None:
 
     async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(says)
+        writer.write(says or b"")
         await writer.drain()
         writer.close()
 
-    async with await asyncio.start_server(talk, HOST, 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(PortTakenError, match=f"{HOST}:{port}"):
+    port = free_port()
+    other: Any = opened(Behind("one"), port, "another") if says is None else asyncio.start_server(talk, HOST, port)
+    async with other if says is None else await other:
+        with pytest.raises(PortTakenError, match=f"http_port: {HOST}:{port} is in use by another program"):
             await HttpServer(Behind("two").app, HOST, port, LEAVE_S, "ours").open()
 
 
@@ -219,24 +210,3 @@ async def test_a_disconnect_after_a_large_body_is_noticed(monkeypatch: pytest.Mo
         await asyncio.wait_for(left.wait(), 5)
     finally:
         await server.close()
-
-
-@pytest.mark.parametrize("given", ["0af76519-16cd-43dd-8448-eb211c80319c", "trace-1", None])
-async def test_a_client_that_sends_an_id_in_the_header_and_in_the_body(given: str | None) -> None:
-    """The header precedes the body, as in vLLM's `_base_request_id`, also if it is a UUID."""
-
-    async def named(asked: Request) -> Response:
-        read = await read_request(asked, "/v1/completions", RouterLimits(max_body_bytes=100))
-        return JSONResponse(dict(read.headers).get(b"x-request-id", b"").decode())
-
-    port = free_port()
-    app = Starlette(routes=[Route("/", named, methods=["POST"])])
-    server = HttpServer(app, HOST, port, LEAVE_S, "ours")
-    await server.open()
-    try:
-        async with httpx.AsyncClient(timeout=WAIT_S) as client:
-            headers = {"x-request-id": given} if given else {}
-            reply = await client.post(f"http://{HOST}:{port}/", json={"request_id": "mine"}, headers=headers)
-    finally:
-        await server.close()
-    assert reply.json() == (given or "")

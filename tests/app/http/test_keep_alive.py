@@ -13,7 +13,6 @@ import pytest
 from actors.request import Call, Heartbeat, ResponseStart, TokenChunk
 from actors.router.client_request import ClientRequest
 from app.http.parsing import FORM_ENDPOINTS
-from app.http.routes import build_http
 from testing.sse import said
 from tests.actors.behaviours import (
     EVENTS,
@@ -30,39 +29,12 @@ from tests.actors.behaviours import (
     well,
 )
 from tests.actors.fleet import at_rest
-from tests.app.http.test_cancelled_requests import Client
+from tests.app.http.servers import Client
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
 COMMENT = b": keep-alive\n\n"
 WRONG = {"error": {"message": "the prompt is too long", "type": "BadRequestError", "param": "prompt", "code": 400}}
-
-
-class Recorder(Client):
-    """Client that records the headers and pieces that it receives."""
-
-    def __init__(self, wanted: ClientRequest) -> None:
-        super().__init__(wanted)
-        self.starts: list[dict[str, Any]] = []
-        self.pieces: list[bytes] = []
-        self.second = asyncio.Event()
-
-    async def send(self, message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            self.starts.append(message)
-        else:
-            self.pieces.append(message["body"])
-            if len(self.pieces) == 2:
-                self.second.set()
-        await super().send(message)
-
-    @property
-    def headers(self) -> dict[bytes, bytes]:
-        return dict(self.starts[0]["headers"])
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(self.pieces)
 
 
 def late(serve: Any, delay_s: float = 0.5) -> Any:
@@ -79,12 +51,11 @@ def late(serve: Any, delay_s: float = 0.5) -> Any:
 
 async def served(
     prefill: list[Any], decode: list[Any], wanted: ClientRequest, lines: list[str] | None = None, **limits: Any
-) -> tuple[Recorder, Any]:
+) -> tuple[Client, Any]:
     router, p, d = fleet(prefill, decode)
     router.limits = LIMITS.model_copy(update={"keep_alive_s": 0.1, **limits})
-    client = Recorder(wanted)
-    http: Any = build_http(cast(Any, router), access_log=None if lines is None else lines.append)
-    await asyncio.wait_for(http(client.scope, client.receive, client.send), 20)
+    client = Client(wanted)
+    await asyncio.wait_for(client.serve(router, access_log=None if lines is None else lines.append), 20)
     await at_rest(p, d)
     assert len(client.starts) == 1
     assert client.ended
@@ -101,7 +72,7 @@ async def test_an_error_closes_the_answer_of_a_client_that_reads_nothing() -> No
             await asyncio.sleep(0.05)
             yield Heartbeat()
 
-    class Stuck(Recorder):
+    class Stuck(Client):
         async def send(self, message: dict[str, Any]) -> None:
             await super().send(message)
             if self.pieces and not reads.is_set():
@@ -110,9 +81,8 @@ async def test_an_error_closes_the_answer_of_a_client_that_reads_nothing() -> No
     router, _, d = fleet([], [serve])
     router.limits = LIMITS.model_copy(update={"keep_alive_s": 0.1, "first_token_timeout_s": 0.5, "idle_timeout_s": 4.0})
     client, reads, loop = Stuck(request()), asyncio.Event(), asyncio.get_running_loop()
-    http: Any = build_http(cast(Any, router))
     began_at = loop.time()
-    asking = asyncio.create_task(http(client.scope, client.receive, client.send))
+    asking = client.serve(router)
     while not d.calls or d.taken:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     assert loop.time() - began_at < 1.0
@@ -252,10 +222,11 @@ async def test_others_wait_for_their_status(stream: Any, interval_s: float | Non
 async def test_a_client_that_leaves_while_it_waits() -> None:
     router, p, d = fleet([well], [hangs])
     router.limits = LIMITS.model_copy(update={"keep_alive_s": 0.05})
-    client = Recorder(request())
-    http: Any = build_http(cast(Any, router))
-    serving = asyncio.create_task(http(client.scope, client.receive, client.send))
-    await asyncio.wait_for(client.second.wait(), 20)
+    client = Client(request())
+    serving = client.serve(router)
+    async with asyncio.timeout(20):
+        while len(client.pieces) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     client.left.set()
     await asyncio.wait_for(serving, 20)
     sent = len(client.pieces)

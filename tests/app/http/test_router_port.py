@@ -195,6 +195,15 @@ async def test_a_priority_reaches_engines_only_if_the_setting_allows_it(allowed:
         assert dict(calls[0].call.headers).get(b"x-vllm-priority") == (b"-9" if allowed else None)
 
 
+@pytest.mark.parametrize("given", ["0af76519-16cd-43dd-8448-eb211c80319c", "trace-1", None])
+async def test_an_id_in_the_header_and_in_the_body(given: str | None) -> None:
+    """The header precedes the body, as in vLLM's `_base_request_id`, also if it is a UUID."""
+    async with decode() as calls, listening() as client:
+        headers = {"x-request-id": given} if given else {}
+        await client.post("/v1/completions", json={"prompt": "a", "request_id": "mine"}, headers=headers)
+    assert dict(calls[0].call.headers).get(b"x-request-id", b"").decode() == (given or "")
+
+
 def written(folder: Path) -> dict[str, list[Any]]:
     return {path.name: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.iterdir()}
 

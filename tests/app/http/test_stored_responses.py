@@ -20,11 +20,9 @@ from actors.request import Call
 from actors.router.model_router import ModelEngines
 from actors.router.router import Router
 from app.http.errors import error_body
-from app.http.routes import build_http
 from tests.actors.behaviours import LIMITS, dies, hangs, request, router_of
 from tests.actors.fleet import Handle, Replica, at_rest
-from tests.app.http.servers import client_of
-from tests.app.http.test_cancelled_requests import Client
+from tests.app.http.servers import Client, client_of
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -216,7 +214,7 @@ async def test_a_client_that_leaves_a_stored_stream_ends_it() -> None:
     decode = Handle([Replica("d", engine.serve)])
     router, client = router_of(LIMITS, Handle([]), decode), Client(request())
     client.scope |= {"method": "GET", "path": "/v1/responses/a", "query_string": b"stream=true&starting_after=0"}
-    serving = asyncio.create_task(cast(Any, build_http(cast(Any, router)))(client.scope, client.receive, client.send))
+    serving = client.serve(router)
     await asyncio.sleep(0.2)
     assert (client.status, serving.done()) == (200, False)
     client.left.set()
