@@ -258,8 +258,8 @@ class EnginePool:
 
     @property
     def replica_count(self) -> int:
-        engines = replicas_of(self._handle.deployment_id) or {}
-        return len({one.replica for name, one in engines.items() if name in self._slots.ongoing()})
+        engines, accepting = replicas_of(self._handle.deployment_id) or {}, self._slots.ongoing()
+        return len({one.replica for name, one in engines.items() if name in accepting})
 
     def has_engines(self, avoid: AbstractSet[str] = frozenset(), identity: str | None = None) -> bool:
         identities = self.identities()

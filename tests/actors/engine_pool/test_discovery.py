@@ -1,9 +1,13 @@
 """The choice among replicas."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
-from actors.engine_pool.engines import engine_names, publish, ranked_metadata, replicas_of
-from actors.engine_pool.slots import rank
+import pytest
+
+from actors.engine_pool.engines import EnginePool, engine_names, publish, ranked_metadata, replicas_of
+from actors.engine_pool.slots import SlotPool, rank
 from actors.rpc.address import RpcAddress
 from actors.rpc.server import replica_metadata
 
@@ -36,3 +40,13 @@ def test_each_data_parallel_rank_is_an_engine():
         "b": ("b", 0, 3, 9, None),
     }
     assert [*engine_names("a", 2), *engine_names("b", 1)] == list(engines)
+
+
+async def test_a_count_of_replicas_lists_the_engines_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each health check counts them, also in a large fleet."""
+    one = replica_metadata(RpcAddress("h", 1, "key"), 7, slots=4)
+    publish("many", {f"r{number}": ranked_metadata([one, one]) for number in range(32)})
+    handle: Any = SimpleNamespace(deployment_id="many", options=lambda: handle)
+    lists, ongoing = [], SlotPool.ongoing
+    monkeypatch.setattr(SlotPool, "ongoing", lambda pool: lists.append(pool) or ongoing(pool))
+    assert (EnginePool("decode", handle).replica_count, len(lists)) == (32, 1)
