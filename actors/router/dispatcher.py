@@ -216,7 +216,6 @@ class Dispatcher:
                 attempt.serve_locally(MOVED)
             elif not decision.local:
                 order = await self._order(attempt, slot, replay_log)
-            attempt.tell_planner(slot.replica_id, None if order is None else order.candidates[0].replica)
             request = self.request
             attempt.send(
                 Call(
@@ -345,8 +344,6 @@ class Dispatcher:
             if not slot.engine.producer.first_token_multiple:
                 attempt.close()
                 return None
-            if decision.decode:
-                attempt.tell_planner(decision.decode[0], slot.replica_id)
             request = self.request
             try:
                 attempt.send(Call("POST", request.endpoint, request.headers, request.raw))
