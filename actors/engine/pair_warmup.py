@@ -64,7 +64,7 @@ class PeerReplicas:
 
     def engines(self) -> Mapping[str, EngineReplica]:
         """Return the engines that Serve lists. The first call blocks, and then follows the list."""
-        return replicas_of(self._connected().deployment_id) or {}
+        return replicas_of(self._connected().deployment_id)
 
     def broadcast(self, method: str, /, *arguments: object) -> DeploymentBroadcastResponse:
         return self._connected().broadcast(method, *arguments)

@@ -130,8 +130,7 @@ class EngineCall:
     def _handle(self, item: Item) -> None:
         match item:
             case Accepted(ongoing=ongoing):
-                self._slot.served = True
-                self._slots.record_accepted(self._slot.replica_id, ongoing)
+                self._slots.record(self._slot, "accepted", ongoing)
             case PrefillReport():
                 try:
                     if self._watcher is not None:
@@ -263,11 +262,8 @@ class EngineCall:
 
     def _error_of(self, failure: RpcFailure) -> TandemError:
         match failure.kind:
-            case "full":
-                self._slots.record_full(self._slot.replica_id)
-                return RefusedError(failure.message)
-            case "leaving":
-                self._slots.record_leaving(self._slot.replica_id)
+            case "full" | "leaving":
+                self._slots.record(self._slot, failure.kind)
                 return RefusedError(failure.message)
             case "engine_down":
                 return self._unavailable(failure.message)

@@ -46,7 +46,8 @@ class Attempt:
     call: EngineCall
     pair: Pair
 
-    def __init__(self, model: ModelRouter, prompt: Prompt, decision: Decision) -> None:
+    def __init__(self, model: ModelRouter, prompt: Prompt, decision: Decision, failed_prefill: set[str]) -> None:
+        """Create an attempt, which adds prefill replicas that fail it to `failed_prefill`."""
         self.decision = decision
         self.began_at = self.slots_at = time.monotonic()
         """Monotonic times at which the attempt began and at which it had its slots."""
@@ -55,8 +56,6 @@ class Attempt:
         """Number of tokens of the prompt, if the prefill engine reports it; else None."""
         self.sampled_by: RoleName = "decode"
         """Role of the engine whose first token the client receives."""
-        self.failed_prefill: set[str] = set()
-        """Prefill replicas that have failed or rejected the prompt."""
         self.accounted = asyncio.Event()
         """Set once prefill's timings have arrived or can no longer arrive."""
         self.is_open = False
@@ -64,6 +63,7 @@ class Attempt:
         self._model = model
         self._planner = model.planner
         self._prompt = prompt
+        self._failed_prefill = failed_prefill
         self._slot: tuple[EnginePool, Slot] | None = None
         """Slot of the call, with its pool."""
         self._prefill_slot: Slot | None = None
@@ -167,7 +167,7 @@ class Attempt:
         if slot is not None:
             if slot.replica_id != report.replica:
                 prefill.move(slot, report.replica)
-            prefill.record(slot, report)
+            prefill.record(slot, report.outcome, report.ongoing)
         match report.outcome:
             case "accepted":
                 if not self._delivered:
@@ -185,9 +185,9 @@ class Attempt:
                 logger.log(level, "prefill replica %s: %s: %s", report.replica, outcome, report.message)
                 if not self._delivered:
                     same = self._model.prefill.same_replica(report.replica)
-                    self.failed_prefill |= same if outcome == "failed" else {report.replica}
+                    self._failed_prefill.update(same if outcome == "failed" else {report.replica})
                     if outcome != "rejected":
-                        self._model.failed(report.replica, outcome == "silent")
+                        self._planner.failed(report.replica, _now(), outcome == "silent")
         if before is None or (before.replica, before.outcome) != (report.replica, "computed"):
             self._model.metrics.prefill_legs.labels(COUNTED_AS.get(report.outcome, report.outcome)).inc()
         if self._delivered:

@@ -5,23 +5,21 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from http import HTTPStatus
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
 from actors.adapter_records import AdapterRecords
-from actors.errors import DeadlineError, NoModelNamedError, OverloadedError, UnavailableError, UnknownModelError
+from actors.errors import NoModelNamedError, OverloadedError, UnknownModelError
 from actors.request import Call, ResponseStart
 from actors.router.adapters import Adapters
 from actors.router.client_request import ClientRequest
 from actors.router.drain import drain_engine
-from actors.router.model_router import ModelEngines, ModelRouter
+from actors.router.model_router import ModelEngines, ModelRouter, ask_decode
 from actors.router.prompt_lists import AnyAnswer, open_answer
 from actors.telemetry.router_metrics import KEPT, RecentRequest, RouterMetrics
 from configs.settings.base import RoleName
 from configs.settings.parsing import changed_limits
 from configs.settings.router import MIN_ONGOING_SEQUENCES, RouterLimits
-from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +104,7 @@ class Router:
         """Number of ongoing sequences at which the router admits no further request."""
         if self.limits.max_ongoing_sequences is not None:
             return self.limits.max_ongoing_sequences
-        return max(SEQUENCES_PER_SLOT * sum(model.slots for model in self.models), MIN_ONGOING_SEQUENCES)
+        return max(SEQUENCES_PER_SLOT * sum(model.decode.slots for model in self.models), MIN_ONGOING_SEQUENCES)
 
     @contextmanager
     def admitted(self) -> Iterator[Callable[[int], None]]:
@@ -183,33 +181,12 @@ class Router:
         """Close the connections to the engines."""
         await asyncio.gather(*(model.close() for model in self.models))
 
-    @asynccontextmanager
-    async def ask_decode(self, call: Call) -> AsyncGenerator[tuple[ResponseStart, AsyncIterator[bytes]], None]:
-        """Send `call` to the models in turn, until one does not answer 404.
+    def ask_decode(self, call: Call) -> AbstractAsyncContextManager[tuple[ResponseStart, AsyncIterator[bytes]]]:
+        """Call the function `ask_decode` for the models with a decode replica, else for the first.
 
-        Yields the start and the body of this answer, or of the last 404. Skips models without a
-        decode replica, unless no model has one. If at least one model fails, and each other model
-        fails or answers 404, raises the last failure: UnavailableError, OverloadedError or
-        DeadlineError. Raises EngineError at once for an internal error of an engine. Leaving the
-        context cancels the call.
+        Waiting for a model without engines would delay the calls to the others.
         """
-        # Waiting for a model without engines would delay the calls to the others.
-        left = [model for model in self.models if model.ready] or self.models[:1]
-        failed: TandemError | None = None
-        while left:
-            model = left.pop(0)
-            async with AsyncExitStack() as stack:
-                try:
-                    start, body = await stack.enter_async_context(model.ask_decode(call))
-                except (UnavailableError, OverloadedError, DeadlineError) as error:
-                    failed = error
-                    continue
-                if start.status == HTTPStatus.NOT_FOUND and (left or failed is not None):
-                    continue
-                yield start, body
-                return
-        assert failed is not None, "the last model has answered or failed"
-        raise failed
+        return ask_decode([model for model in self.models if model.ready] or self.models[:1], call)
 
     def replicas(self) -> dict[RoleName, int]:
         """Return the number of replicas of each role that accept calls, over all models.

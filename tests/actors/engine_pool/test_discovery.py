@@ -3,6 +3,7 @@
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,7 +30,6 @@ def test_each_data_parallel_rank_is_an_engine():
     alone = replica_metadata(RpcAddress("h", 3, "key"), 7, slots=9)
     publish("ranks", {"a": ranked_metadata(of_ranks), "b": ranked_metadata([alone])})
     engines = replicas_of("ranks")
-    assert engines is not None
     found = {
         name: (one.replica, one.rank, one.address.port, one.slots, one.metadata.get("producer"))
         for name, one in engines.items()
@@ -47,6 +47,6 @@ async def test_a_count_of_replicas_lists_the_engines_once(monkeypatch: pytest.Mo
     one = replica_metadata(RpcAddress("h", 1, "key"), 7, slots=4)
     publish("many", {f"r{number}": ranked_metadata([one, one]) for number in range(32)})
     handle: Any = SimpleNamespace(deployment_id="many", options=lambda: handle)
-    lists, ongoing = [], SlotPool.ongoing
-    monkeypatch.setattr(SlotPool, "ongoing", lambda pool: lists.append(pool) or ongoing(pool))
-    assert (EnginePool("decode", handle).replica_count, len(lists)) == (32, 1)
+    accepting = Mock(side_effect=replicas_of("many").copy)  # type: ignore[attr-defined]
+    monkeypatch.setattr(SlotPool, "accepting", accepting)
+    assert (EnginePool("decode", handle).replica_count, accepting.call_count) == (32, 1)
