@@ -214,7 +214,7 @@ async def test_a_large_body(world: World) -> None:
 
 async def test_routers_that_are_gone_are_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server counts each start of a router as another router."""
-    monkeypatch.setattr(server, "MOST_ROUTERS", 3)
+    monkeypatch.setattr(server, "REMEMBERED_S", 0)
     async with Stranger(world) as router:
         router.say(RpcHello(1, world.address.key))
         for number in range(6):
