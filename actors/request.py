@@ -60,20 +60,6 @@ class ProducerAddress:
     0 if the engine cannot sample it.
     """
 
-    @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> "ProducerAddress":
-        """Return the address in a connector's reply or in a replica's metadata.
-
-        Raises KeyError, TypeError or ValueError if a value is missing or invalid.
-        """
-        return cls(
-            remote_engine_id=str(params["remote_engine_id"]),
-            remote_host=str(params["remote_host"]),
-            remote_port=int(params["remote_port"]),
-            tp_size=int(params["tp_size"]),
-            first_token_multiple=int(params.get("first_token_multiple", 0)),
-        )
-
 
 @dataclass(frozen=True)
 class Call:

@@ -53,22 +53,22 @@ async def passes() -> dict[str, float]:
     """Return the median milliseconds of a pass, with a free slot and without one."""
     engines = fleet("engine", ENGINES)
     pool = SlotPool(lambda: engines)
-    names = [await pool.take() for _ in range(ENGINES * SLOTS)]
+    slots = [await pool.take() for _ in range(ENGINES * SLOTS)]
     for name in engines:
-        pool.record_accepted(name, SLOTS)
+        pool.record(next(one for one in slots if one.replica_id == name), "accepted", SLOTS)
     waiting = [asyncio.create_task(pool.take()) for _ in range(WAITING)]
     await asyncio.sleep(0)
     assert pool.waiting == WAITING, f"{pool.waiting} requests wait"
-    without = statistics.median(timed_ms(pool.changed) for _ in range(REPEATS))
+    without = statistics.median(timed_ms(pool.take_now) for _ in range(REPEATS))
     times = []
     for _ in range(REPEATS):
-        times.append(timed_ms(lambda: pool.give_back(names.pop())))
+        times.append(timed_ms(lambda: pool.give_back(slots.pop())))
         assert pool.waiting == WAITING - 1
         waiting.append(asyncio.create_task(pool.take()))
         await asyncio.sleep(0)
         done = [one for one in waiting if one.done()]
         waiting = [one for one in waiting if not one.done()]
-        names[:0] = [one.result() for one in done]
+        slots[:0] = [one.result() for one in done]
     for one in waiting:
         one.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)

@@ -63,7 +63,7 @@ class PeerReplicas:
 
     def engines(self) -> Mapping[str, EngineReplica]:
         """Return the engines that Serve lists. The first call blocks, and then follows the list."""
-        return replicas_of(self._handle.deployment_id) or {}
+        return replicas_of(self._handle.deployment_id)
 
     def broadcast(self, method: str, /, *arguments: object) -> DeploymentBroadcastResponse:
         return self._handle.broadcast(method, *arguments)

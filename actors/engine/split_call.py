@@ -17,7 +17,6 @@ from typing import Any
 
 from actors.engine.asgi_call import Notices
 from actors.engine.split_bodies import decode_body, first_token_body, prefill_body
-from actors.engine_pool.engine_call import RESOLUTION_S
 from actors.large_json import as_written, off_loop, write
 from actors.policy.choice import NO_PREFILL, PREFILL_FAILED
 from actors.request import (
@@ -35,6 +34,9 @@ from actors.request import (
 from actors.rpc.client import Channel, Channels
 from actors.rpc.messages import PrefillCandidate, PrefillOrder, RpcFailure, RpcRequest
 from actors.rpc.protocol import GRANT_BYTES, item_bytes
+
+RESOLUTION_S = 0.001
+"""Resolution of uvloop's clock and timers in seconds; a timer may expire this much early."""
 
 BODY_S = 0.01
 """Longest wait in seconds for the body of an answer whose start has arrived."""

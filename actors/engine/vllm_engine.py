@@ -19,6 +19,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import xxhash
 
 from actors.engine.adapters import EngineAdapters
@@ -274,8 +275,8 @@ class VllmEngine:
     def producer(self, rank: int = 0) -> ProducerAddress:
         described = self.described[rank]
         try:
-            return ProducerAddress.from_params(described)
-        except (KeyError, TypeError, ValueError) as error:
+            return msgspec.convert(described, ProducerAddress)
+        except msgspec.ValidationError as error:
             raise EngineStartError(
                 f"{CONNECTOR} reported no valid side channel address of this engine, but {described!r}: {error!r}; "
                 "install one version of Tandem on all nodes"

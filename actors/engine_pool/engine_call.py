@@ -37,9 +37,6 @@ from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
 
-RESOLUTION_S = 0.001
-"""Resolution of uvloop's clock and timers in seconds; a timer may expire this much early."""
-
 Response = tuple[ResponseStart, list[StreamChunk | bytes]]
 """Start of a response and its items: those of a stream so far, else the whole body."""
 
@@ -73,10 +70,9 @@ class EngineCall:
         self.error: TandemError | None = None
         self._items: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._silence: asyncio.Timeout | None = None
+        """Timeout of the wait for the next item, which each sign of life extends."""
         self._silence_s: float | None = None
-        self._silent_at: float | None = None
-        self._until: float | None = None
         self._channel: Channel | None = None
         self._stream = 0
         self._consumed_bytes = 0
@@ -115,8 +111,8 @@ class EngineCall:
     def flush(self) -> None:
         if self.reader is not None:
             self.reader()
-        else:
-            self._wake(None)
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     @property
     def has_items(self) -> bool:
@@ -130,8 +126,7 @@ class EngineCall:
     def _handle(self, item: Item) -> None:
         match item:
             case Accepted(ongoing=ongoing):
-                self._slot.served = True
-                self._slots.record_accepted(self._slot.replica_id, ongoing)
+                self._slots.record(self._slot, "accepted", ongoing)
             case PrefillReport():
                 try:
                     if self._watcher is not None:
@@ -141,8 +136,8 @@ class EngineCall:
             case Heartbeat(tokens=True) if not self._has_token:
                 self._first_token()
         self._consume(item)
-        if self._silence_s is not None:
-            self._silent_at = asyncio.get_running_loop().time() + self._silence_s
+        if self._silence is not None and self._silence_s is not None and not self._silence.expired():
+            self._silence.reschedule(asyncio.get_running_loop().time() + self._silence_s)
 
     def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
         """End the call; `lost` or `failure` is the reason if its answer is incomplete."""
@@ -174,17 +169,21 @@ class EngineCall:
                 if self.error is not None:
                     raise self.error
                 return None
-            loop = asyncio.get_running_loop()
-            self._silence_s, self._until = silence_s, until
-            self._silent_at = None if silence_s is None else loop.time() + silence_s
-            self._waiter = loop.create_future()
-            self._set_timer()
+            self._waiter, self._silence_s = asyncio.get_running_loop().create_future(), silence_s
+            silence = asyncio.timeout(silence_s)
             try:
-                await self._waiter
+                async with asyncio.timeout_at(until), silence:
+                    self._silence = silence
+                    await self._waiter
+            except TimeoutError:
+                if self._items or self.over:
+                    continue  # they arrived as the timer expired
+                if silence.expired():
+                    raise SilentError(f"the {self._role} engine sent nothing for {silence_s:g} s; try again") from None
+                problem = "sent no further data before the request's deadline"
+                raise DeadlineError(f"the {self._role} engine {problem}; try again") from None
             finally:
-                self._waiter = self._silence_s = None
-                if self._timer is not None:
-                    self._timer.cancel()
+                self._waiter = self._silence = None
         return self.pop()
 
     async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Response:
@@ -228,28 +227,6 @@ class EngineCall:
         except Exception:  # would close the connection, with the calls of others
             logger.exception("cannot record the first token of a request")
 
-    def _set_timer(self) -> None:
-        times = [at for at in (self._silent_at, self._until) if at is not None]
-        self._timer = asyncio.get_running_loop().call_at(min(times), self._expired) if times else None
-
-    def _expired(self) -> None:
-        now, silence_s = asyncio.get_running_loop().time() + RESOLUTION_S, self._silence_s
-        if self._until is not None and now >= self._until:
-            problem = "sent no further data before the request's deadline"
-            self._wake(DeadlineError(f"the {self._role} engine {problem}; try again"))
-        elif self._silent_at is not None and now >= self._silent_at:
-            self._wake(SilentError(f"the {self._role} engine sent nothing for {silence_s:g} s; try again"))
-        else:
-            self._set_timer()  # it has sent a heartbeat
-
-    def _wake(self, error: TandemError | None) -> None:
-        if self._waiter is None or self._waiter.done():
-            return
-        if error is None:
-            self._waiter.set_result(None)
-        else:
-            self._waiter.set_exception(error)
-
     def _consume(self, item: Item) -> None:
         self._consumed_bytes += item_bytes(item)
         if self._consumed_bytes >= GRANT_BYTES and self._channel is not None:
@@ -263,11 +240,8 @@ class EngineCall:
 
     def _error_of(self, failure: RpcFailure) -> TandemError:
         match failure.kind:
-            case "full":
-                self._slots.record_full(self._slot.replica_id)
-                return RefusedError(failure.message)
-            case "leaving":
-                self._slots.record_leaving(self._slot.replica_id)
+            case "full" | "leaving":
+                self._slots.record(self._slot, failure.kind)
                 return RefusedError(failure.message)
             case "engine_down":
                 return self._unavailable(failure.message)

@@ -19,6 +19,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import msgspec
+
 from actors.errors import OverloadedError
 from actors.policy.admission import KvCache, Returns, ServiceRate
 from actors.policy.prefixes import EngineStore
@@ -73,7 +75,7 @@ class EngineReplica:
     @cached_property
     def producer(self) -> ProducerAddress:
         """Address of a prefill engine's KV."""
-        return ProducerAddress.from_params(self.metadata["producer"])
+        return msgspec.convert(self.metadata["producer"], ProducerAddress)
 
     @cached_property
     def identity(self) -> str:
@@ -103,6 +105,7 @@ class Slot:
     maybe_full: bool = False
     """True if the router believes the engine full: other routers may hold its slots."""
     served: bool = False
+    """Whether the engine has accepted the call."""
     tokens: int = 0
     """Committed tokens of the engine's KV cache."""
 
@@ -183,7 +186,7 @@ class SlotPool:
         self._others: dict[str, tuple[int, float]] = {}
         self._full: dict[str, FullReplica] = {}
         self._leaving: set[str] = set()
-        self._waiting: dict[asyncio.Future[str], SlotRequest] = {}
+        self._waiting: dict[asyncio.Future[Slot], SlotRequest] = {}
         """Waiting requests in order of `SlotRequest.turn`, then of arrival."""
         self._looking: asyncio.Task[None] | None = None
         self._turn = 0
@@ -196,49 +199,44 @@ class SlotPool:
     def taken(self) -> int:
         return self._taken.total()
 
+    def accepting(self) -> dict[str, EngineReplica]:
+        """Return the replicas that accept calls."""
+        return {name: one for name, one in self._look().items() if name not in self._leaving and not one.drained}
+
     def ongoing(self) -> dict[str, int]:
         """Return the known number of ongoing sequences of each replica that accepts calls: this
         router's, plus those of others if the replica accepted a call within REMEMBERED_S.
         """
-        now, engines = _now(), self._look().items()
-        return {
-            name: self._ongoing(name, now) for name, one in engines if name not in self._leaving and not one.drained
-        }
+        now = _now()
+        return {name: self._ongoing(name, now) for name in self.accepting()}
 
     def full(self) -> set[str]:
         """Return the replicas on which a request can take no slot now."""
         usable = self._usable()
         return usable.engines.keys() - usable.free.keys() - usable.full.keys()
 
-    def changed(self) -> None:
-        """Forget stopped replicas, and grant slots on new ones, after a change of `look`."""
+    def take_now(self, wanted: SlotRequest = ANY) -> Slot | None:
+        """Take slots on a replica; None if the request must wait. Forget stopped replicas."""
         here = self._look().keys()
         self._leaving &= here
         for known in (self._others, self._full):
             for name in known.keys() - here:
                 del known[name]
-        self._serve_waiting()
-
-    def maybe_full(self, name: str) -> bool:
-        return name in self._full
-
-    def take_now(self, wanted: SlotRequest = ANY) -> str | None:
-        """Take slots on a replica and return its id; None if the request must wait."""
         usable = self._usable()
         self._serve_waiting(usable, wanted)
         return self._grant(wanted, usable)
 
-    async def take(self, wanted: SlotRequest = ANY) -> str:
-        """Take slots and return the replica's id; wait without a deadline.
+    async def take(self, wanted: SlotRequest = ANY) -> Slot:
+        """Take slots on a replica; wait without a deadline.
 
         Raises OverloadedError if the queue is full (`EngineReplica.queue`), or if the estimated
         wait is longer than `wanted.wait_s`. A `part`, and any request while there are no replicas,
         may always wait.
         """
-        if (name := self.take_now(wanted)) is not None:
-            return name
+        if (granted := self.take_now(wanted)) is not None:
+            return granted
         self._refuse_late(wanted)
-        slot: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        slot: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         most = max((engine.queue for engine in self._look().values()), default=None)
         if not self._waiting:
             self._rate.observe(0, True, _now())
@@ -257,7 +255,7 @@ class SlotPool:
             return await slot
         except asyncio.CancelledError:
             if slot.done() and not slot.cancelled():
-                self.give_back(slot.result(), wanted.sequences, served=False, tokens=wanted.tokens)
+                self.give_back(slot.result())
             raise
         finally:
             self._waiting.pop(slot, None)
@@ -288,39 +286,48 @@ class SlotPool:
                 self.returns.retry_s(work_s, wait_s - wanted.wait_s, now),
             )
 
-    def add(self, name: str, sequences: int, tokens: int) -> None:
-        """Count slots of a call that decode sent to `name`, even above the engine's limit."""
-        self._taken[name] += sequences
-        self._committed[name] += tokens
-
-    def give_back(self, name: str, sequences: int = 1, served: bool = True, tokens: int = 0) -> None:
-        """Release what a call holds, which the replica has `served` or not."""
-        self._taken[name] -= sequences
-        self._committed[name] -= tokens
+    def give_back(self, slot: Slot) -> None:
+        name = slot.replica_id
+        self._taken[name] -= slot.sequences
+        self._committed[name] -= slot.tokens
         if not self._taken[name]:
             del self._taken[name], self._committed[name]
         if (full := self._full.get(name)) is not None:
             full.asked = False
-            full.ask_at = _now() if served else full.ask_at
+            full.ask_at = _now() if slot.served else full.ask_at
         self._serve_waiting()
-        self._rate.observe(tokens if served else 0, bool(self._waiting), _now())
+        self._rate.observe(slot.tokens if slot.served else 0, bool(self._waiting), _now())
 
-    def record_accepted(self, name: str, ongoing: int) -> None:
-        """Record that a replica accepted a call and has `ongoing` sequences from all routers."""
-        self._others[name] = (max(ongoing - self._taken[name], 0), _now())
-        self._full.pop(name, None)
-        self._serve_waiting()
+    def move(self, slot: Slot, name: str) -> None:
+        """Move `slot` to engine `name`, which decode calls in place of the other one.
 
-    def record_full(self, name: str) -> None:
-        now = _now()
-        known = self._full.setdefault(name, FullReplica(now + REFUSED_S))
-        if known.asked:  # else the call was sent before the replica was believed full
-            known.asked = False
-            known.wait_s = min(2 * known.wait_s, MOST_REFUSED_S)
-            known.ask_at = now + known.wait_s
+        The engine may then have more sequences than slots: it refuses the call if it is full.
+        """
+        self.give_back(slot)
+        self._taken[name] += slot.sequences
+        self._committed[name] += slot.tokens
+        slot.replica_id, slot.served = name, False
 
-    def record_leaving(self, name: str) -> None:
-        self._leaving.add(name)
+    def record(self, slot: Slot, outcome: str, ongoing: int = 0) -> None:
+        """Record what the engine of `slot` answered: `accepted`, `full` or `leaving`.
+
+        ``ongoing``  number of its sequences from all routers, if it has accepted the call
+        """
+        name, now = slot.replica_id, _now()
+        match outcome:
+            case "accepted":
+                slot.served = True
+                self._others[name] = (max(ongoing - self._taken[name], 0), now)
+                self._full.pop(name, None)
+                self._serve_waiting()
+            case "full":
+                known = self._full.setdefault(name, FullReplica(now + REFUSED_S))
+                if known.asked:  # else the call was sent before the replica was believed full
+                    known.asked = False
+                    known.wait_s = min(2 * known.wait_s, MOST_REFUSED_S)
+                    known.ask_at = now + known.wait_s
+            case "leaving":
+                self._leaving.add(name)
 
     def _ongoing(self, name: str, now: float) -> int:
         others, said_at = self._others.get(name, (0, 0.0))
@@ -328,14 +335,14 @@ class SlotPool:
 
     def _usable(self) -> UsableReplicas:
         # Serve's thread may replace the mapping of `look` at any time.
-        usable, now = UsableReplicas({}, {}, self._look(), set()), _now()
+        usable, now = UsableReplicas({}, {}, self.accepting(), set()), _now()
         for name in usable.engines:
             self._add_usable(usable, name, now)
         return usable
 
     def _add_usable(self, usable: UsableReplicas, name: str, now: float) -> None:
-        engine, slots = usable.engines[name], usable.engines[name].slots
-        if engine.drained or name in self._leaving or self._taken[name] >= slots:
+        slots = usable.engines[name].slots
+        if self._taken[name] >= slots:
             return
         ongoing, full = self._ongoing(name, now), self._full.get(name)
         if full is None and ongoing < slots:
@@ -343,7 +350,7 @@ class SlotPool:
         elif full is None or (full.ask_at <= now and not full.asked):
             usable.full[name] = ongoing
 
-    def _grant(self, wanted: SlotRequest, usable: UsableReplicas) -> str | None:
+    def _grant(self, wanted: SlotRequest, usable: UsableReplicas) -> Slot | None:
         """Take slots on the best replica of `usable`, and update it; None if no replica fits."""
         avoid, now = self._avoided(wanted, usable), _now()
         lacking = self._lacking_kv(usable, wanted, now)
@@ -364,7 +371,7 @@ class SlotPool:
         self._committed[name] += wanted.tokens
         del replicas[name]
         self._add_usable(usable, name, now)
-        return name
+        return Slot(name, usable.engines[name], wanted.sequences, name in self._full, tokens=wanted.tokens)
 
     @staticmethod
     def _avoided(wanted: SlotRequest, usable: UsableReplicas) -> set[str]:
@@ -400,8 +407,8 @@ class SlotPool:
         for slot, wanted in list(self._waiting.items()):
             if (not usable.free and not usable.full) or (until is not None and wanted.turn > until.turn):
                 break
-            if not slot.done() and (name := self._grant(wanted, usable)) is not None:
-                slot.set_result(name)
+            if not slot.done() and (granted := self._grant(wanted, usable)) is not None:
+                slot.set_result(granted)
                 del self._waiting[slot]
 
     async def _look_again(self) -> None:

@@ -222,6 +222,9 @@ class Asked(NamedTuple):
     identities: Mapping[str, str] = {}  # of each engine; empty if all are equal
 
 
+NO_CONSTRAINT = Asked()
+
+
 def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decision:
     """Return the decision with all usable engines of its route, best first.
 

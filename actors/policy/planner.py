@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count
 
 from actors.policy.admission import KvCache
-from actors.policy.choice import Asked, Candidate, Decision, Options, candidate, choose
+from actors.policy.choice import NO_CONSTRAINT, Asked, Candidate, Decision, Options, candidate, choose
 from actors.policy.costs import HANDOVER, LOCAL, PREFILL, STEP, Components, Costs, prompt_quantities
 from actors.policy.loads import EngineLoad, InflightRequest, Measured
 from actors.policy.prefixes import EngineStore, Prefixes, Stores, held_pieces
@@ -69,44 +69,35 @@ class Planner:
     def decide(
         self,
         prompt: Prompt,
-        prefill: Mapping[str, int] | None,
-        decode: Mapping[str, int] | None,
+        prefill: Mapping[str, int],
+        decode: Mapping[str, int],
         now: float,
+        asked: Asked = NO_CONSTRAINT,
         *,
-        whole: str | None = None,
-        session: str | None = None,
         avoid: AbstractSet[str] = frozenset(),
-        prefill_failed: bool = False,
         stores: Mapping[str, EngineStore] | None = None,
-        identities: Mapping[str, str] | None = None,
-        kv_caches: Mapping[str, KvCache] | None = None,
+        kv_caches: Mapping[str, KvCache] = {},
     ) -> Decision:
         """Decide where to send `prompt`. Forget engines that have stopped and have no open call.
 
-        ``prefill``, ``decode``  ongoing sequences of each role's engines that accept calls; None:
-                                 not known yet
-        ``whole``                reason why decode must serve all of the request, or None
+        ``prefill``, ``decode``  ongoing sequences of each role's engines that accept calls
         ``avoid``                engines of either role that must not be chosen
-        ``prefill_failed``       whether a prefill engine has failed this request
         ``stores``               KV store of each engine that has one; None: unchanged
-        ``identities``           identity of each engine; empty or None if all are equal
         ``kv_caches``            KV cache of each decode engine that announces it
         """
         self._decisions += 1
         if stores is not None:
             self._stores.announce(stores)
-        if prefill is not None and decode is not None:
-            self._forget_others(prefill.keys(), decode.keys())
+        self._forget_others(prefill.keys(), decode.keys())
         candidates = self._candidates(
-            _turned(decode or {}, avoid, self._decisions),
-            _turned(prefill or {}, avoid, self._decisions) if whole is None else {},
+            _turned(decode, avoid, self._decisions),
+            _turned(prefill, avoid, self._decisions) if asked.whole is None else {},
             prompt,
             now,
         )
         options = Options(self.prompt_tokens(prompt), self.answer_tokens(prompt), *candidates, self._costs, now)
-        asked = Asked(whole, session, prefill is not None, prefill_failed, identities or {})
         decision = choose(self.settings, options, asked)
-        return decision._replace(kv_tokens=self._kv_tokens(prompt, decision, kv_caches or {}))
+        return decision._replace(kv_tokens=self._kv_tokens(prompt, decision, kv_caches))
 
     def _candidates(
         self, decode: Mapping[str, int], prefill: Mapping[str, int], prompt: Prompt, now: float

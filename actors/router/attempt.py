@@ -46,17 +46,16 @@ class Attempt:
     call: EngineCall
     pair: Pair
 
-    def __init__(self, model: ModelRouter, prompt: Prompt, decision: Decision) -> None:
+    def __init__(self, model: ModelRouter, prompt: Prompt, decision: Decision, failed_prefill: set[str]) -> None:
+        """Create an attempt, which adds prefill replicas that fail it to `failed_prefill`."""
         self.decision = decision
         self.began_at = self.slots_at = time.monotonic()
-        self._repeated = 0
         """Monotonic times at which the attempt began and at which it had its slots."""
+        self._repeated = 0
         self.prompt_tokens: int | None = None
         """Number of tokens of the prompt, if the prefill engine reports it; else None."""
         self.sampled_by: RoleName = "decode"
         """Role of the engine whose first token the client receives."""
-        self.failed_prefill: set[str] = set()
-        """Prefill replicas that have failed or rejected the prompt."""
         self.accounted = asyncio.Event()
         """Set once prefill's timings have arrived or can no longer arrive."""
         self.is_open = False
@@ -64,6 +63,7 @@ class Attempt:
         self._model = model
         self._planner = model.planner
         self._prompt = prompt
+        self._failed_prefill = failed_prefill
         self._slot: tuple[EnginePool, Slot] | None = None
         """Slot of the call, with its pool."""
         self._prefill_slot: Slot | None = None
@@ -78,7 +78,7 @@ class Attempt:
         self._delivered = False
         self._late: asyncio.TimerHandle | None = None
         if decision.decode:
-            self.tell_planner(decision.decode[0], next(iter(decision.prefill), None))
+            self._tell_planner(next(iter(decision.prefill), None), decision.decode[0])
 
     def __enter__(self) -> Self:
         return self
@@ -105,18 +105,23 @@ class Attempt:
     def take(self, pool: EnginePool, slot: Slot) -> Slot:
         """Own the slot of the call; `close` gives it back."""
         self._slot = (pool, slot)
+        if pool is self._model.decode:
+            self._tell_planner(next(iter(self.decision.prefill), None), slot.replica_id)
+        elif self.decision.decode:
+            self._tell_planner(slot.replica_id, self.decision.decode[0])
         return slot
 
-    def take_prefill(self, slot: Slot) -> Slot:
+    def take_prefill(self, slot: Slot) -> None:
         """Own the slot of the prefill engine that decode will call."""
         self._prefill_slot = slot
-        return slot
+        self._tell_planner(slot.replica_id)
 
     def serve_locally(self, reason: str) -> None:
         """Replace the decision: decode serves the request alone."""
         self._give_back_prefill()
         self.decision = self.decision._replace(route="local", reason=reason, prefill=(), chosen=None, other=None)
         self._model.metrics.decisions.labels("local", reason).inc()
+        self._tell_planner(None)
 
     def send(self, call: Call, order: PrefillOrder | None = None) -> None:
         """Send the call on its slot."""
@@ -128,11 +133,14 @@ class Attempt:
             self.accounted.set()
         self.call = pool.dispatch(slot, call, self, order)
 
-    def tell_planner(self, decode: str, prefill: str | None) -> None:
+    def _tell_planner(self, prefill: str | None, decode: str | None = None) -> None:
         """Report the engines to the planner, in place of those reported before.
 
         ``prefill``  prefill replica; None if decode serves the attempt alone
+        ``decode``   decode replica; None: unchanged
         """
+        decode = decode or self.pair.decode
+        assert decode is not None
         self.pair = Pair(prefill, decode)
         if self._inflight is None or (self._inflight.decode, self._inflight.prefill) != (decode, prefill):
             if self._inflight is not None:
@@ -150,8 +158,6 @@ class Attempt:
             self.accounted.set()
             if not self.is_open:
                 self.serve_locally(report.message)
-                assert self.pair.decode is not None
-                self.tell_planner(self.pair.decode, None)
             return
         if before is not None and before.replica != report.replica:
             self._tried_s = report.tried_s
@@ -161,12 +167,11 @@ class Attempt:
         if slot is not None:
             if slot.replica_id != report.replica:
                 prefill.move(slot, report.replica)
-            prefill.record(slot, report)
+            prefill.record(slot, report.outcome, report.ongoing)
         match report.outcome:
             case "accepted":
                 if not self._delivered:
-                    assert self.pair.decode is not None
-                    self.tell_planner(self.pair.decode, report.replica)
+                    self._tell_planner(report.replica)
                 return
             case "computed":
                 self._computed = report
@@ -180,9 +185,9 @@ class Attempt:
                 logger.log(level, "prefill replica %s: %s: %s", report.replica, outcome, report.message)
                 if not self._delivered:
                     same = self._model.prefill.same_replica(report.replica)
-                    self.failed_prefill |= same if outcome == "failed" else {report.replica}
+                    self._failed_prefill.update(same if outcome == "failed" else {report.replica})
                     if outcome != "rejected":
-                        self._model.failed(report.replica, outcome == "silent")
+                        self._planner.failed(report.replica, _now(), outcome == "silent")
         if before is None or (before.replica, before.outcome) != (report.replica, "computed"):
             self._model.metrics.prefill_legs.labels(COUNTED_AS.get(report.outcome, report.outcome)).inc()
         if self._delivered:

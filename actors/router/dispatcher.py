@@ -31,7 +31,7 @@ from actors.router.client_request import (
     choices_of,
     is_one_token,
     needs_seed,
-    why_decode_samples,
+    prefill_may_sample,
     why_local,
     why_not_resumable,
 )
@@ -71,14 +71,13 @@ class Dispatcher:
         self.began_at = 0.0
         """Monotonic time of the first attempt."""
         self._local_reason = why_local(request.endpoint, request.body)
-        self._prefill_samples = (
-            limits.first_token == "prefill" and why_decode_samples(request.endpoint, request.body) is None
-        )
+        self._prefill_samples = limits.first_token == "prefill" and prefill_may_sample(request.endpoint, request.body)
         self._on_prefill = limits.first_token == "prefill" and is_one_token(request.endpoint, request.body)
         """Whether a prefill engine alone may serve the request; false after one try."""
         self._seed = random.getrandbits(SEED_BITS) if self._prefill_samples and needs_seed(request.body) else None
         self._failed_prefill: set[str] = set()
         self._failed_decode: set[str] = set()
+        """Replicas that failed, or lack the stored response of `previous_response_id`."""
         self._left_decode: AbstractSet[str] = frozenset()
         """Ranks of the replica from which the stream moved last, which may accept calls again."""
         self._suspect_decode: set[str] = set()
@@ -86,8 +85,6 @@ class Dispatcher:
 
         The router tries them again only if no other replica is available.
         """
-        self._without_response: set[str] = set()
-        """Replicas without the stored response of `previous_response_id`."""
         self._movable = why_not_resumable(request.endpoint, request.body) is None
         self._transfer: Mapping[str, Any] | None = None
         """KV of the tokens to repeat, on the engine from which the stream moves."""
@@ -161,7 +158,7 @@ class Dispatcher:
         # All data-parallel ranks of a replica end together.
         down = isinstance(error.__cause__, EngineDownError)
         self._failed_decode |= self.model.decode.same_replica(self._decode_replica) if down else {self._decode_replica}
-        self.model.failed(self._decode_replica, isinstance(error, SilentError))
+        self.model.planner.failed(self._decode_replica, self._loop.time(), isinstance(error, SilentError))
         logger.warning(
             "decode replica %s failed a request, which no longer uses it: %s", self._decode_replica, with_causes(error)
         )
@@ -181,7 +178,7 @@ class Dispatcher:
     def prefill_failed(self, replica: str, error: UnavailableError) -> None:
         """Exclude a prefill replica, with all its ranks, after it failed as the only engine."""
         self._failed_prefill |= self.model.prefill.same_replica(replica)
-        self.model.failed(replica, isinstance(error, SilentError))
+        self.model.planner.failed(replica, self._loop.time(), isinstance(error, SilentError))
 
     def reset_failures(self) -> None:
         self._decode_tries = 0
@@ -196,8 +193,10 @@ class Dispatcher:
         decision = self._decide()
         if self._on_prefill and not decision.local:
             self._on_prefill = False  # once: later attempts have a decode engine
-            if (alone := await self._try_on_prefill(decision)) is not None:
-                return alone
+            with self._begin(decision) as alone:
+                if await self._open_on_prefill(alone, decision):
+                    return alone
+                alone.close()
             decision = self._decide()
         while self._response_is_elsewhere(attempt := await self._send(replay_log, decision)):
             attempt.close()
@@ -216,7 +215,6 @@ class Dispatcher:
                 attempt.serve_locally(MOVED)
             elif not decision.local:
                 order = await self._order(attempt, slot, replay_log)
-            attempt.tell_planner(slot.replica_id, None if order is None else order.candidates[0].replica)
             request = self.request
             attempt.send(
                 Call(
@@ -241,8 +239,6 @@ class Dispatcher:
                     raise
                 self._suspect(attempt)
                 raise RefusedError("decode sent nothing after the prompt was computed") from error
-            finally:
-                self._failed_prefill |= attempt.failed_prefill
             return attempt
 
     def _suspect(self, attempt: Attempt) -> None:
@@ -251,7 +247,7 @@ class Dispatcher:
         assert attempt.pair.decode is not None
         self._failed_prefill.add(attempt.pair.prefill)
         self._suspect_decode.add(attempt.pair.decode)
-        self.model.failed(attempt.pair.decode, silent=True)
+        self.model.planner.failed(attempt.pair.decode, self._loop.time(), silent=True)
         logger.warning(
             "decode replica %s sent nothing after prefill replica %s computed the prompt; trying other replicas",
             attempt.pair.decode,
@@ -269,7 +265,8 @@ class Dispatcher:
         if not decode.engine.calls_prefill:
             attempt.serve_locally(OLDER_ENGINE)
             return None
-        slot = None if self._has_no_match(decode) else await self._choose_prefill(decision, decode.engine.identity)
+        identity = decode.engine.identity
+        slot = None if self._has_no_match(decode) else await self._choose_prefill(decision, identity)
         if slot is None:
             other = OTHER_IDENTITY if self._has_no_match(decode) else NO_PREFILL
             attempt.serve_locally(PREFILL_FAILED if self._failed_prefill else other)
@@ -282,11 +279,11 @@ class Dispatcher:
             attempt.serve_locally(SEVERAL_CHOICES)
             return None
         # Without an identity, decode's tokens could not be verified.
-        samples = self._prefill_samples and not replay_log and bool(decode.engine.identity)
+        samples = self._prefill_samples and not replay_log and bool(identity)
         first = PrefillCandidate(slot.replica_id, slot.engine.address, producer)
         limits = self.limits
         return PrefillOrder(
-            (first, *self._spares(first, decision, decode.engine.identity)),
+            (first, *self._spares(first, decision, identity)),
             *pool.caller,
             samples=samples and producer.first_token_multiple > 0,
             seed=self._seed,
@@ -300,17 +297,16 @@ class Dispatcher:
     def _spares(self, first: PrefillCandidate, decision: Decision, identity: str) -> list[PrefillCandidate]:
         """Return other prefill engines that decode may call, of one replica each, best first."""
         pool, spares = self.model.prefill, list[PrefillCandidate]()
-        identities = pool.identities()
-        samples = bool(first.producer.first_token_multiple)
+        engines, samples = pool.engines(), bool(first.producer.first_token_multiple)
         excluded = self._failed_prefill | pool.same_replica(first.replica)
-        for name in dict.fromkeys((*decision.prefill, *(pool.ongoing() or ()))):
+        for name in dict.fromkeys((*decision.prefill, *pool.ongoing())):
             if len(spares) + 1 == MOST_CANDIDATES:
                 break
-            if name in excluded or identities.get(name) != identity:
+            engine = engines.get(name)
+            if engine is None or name in excluded or engine.identity != identity:
                 continue
-            spare = pool.candidate(name)
-            if spare is not None and bool(spare.producer.first_token_multiple) == samples:
-                spares.append(spare)
+            if bool(engine.producer.first_token_multiple) == samples:
+                spares.append(PrefillCandidate(name, engine.address, engine.producer))
                 excluded |= pool.same_replica(name)
         return spares
 
@@ -319,54 +315,48 @@ class Dispatcher:
 
     def _avoided(self) -> set[str]:
         """Return the decode replicas excluded for this request."""
-        excluded = self._failed_decode | self._suspect_decode | self._without_response
+        excluded = self._failed_decode | self._suspect_decode
         if self.model.decode.has_engines(excluded | self._left_decode):
             excluded |= self._left_decode
         if self._identity is not None:
-            excluded |= {name for name, own in self.model.decode.identities().items() if own != self._identity}
+            engines = self.model.decode.engines().items()
+            excluded |= {name for name, one in engines if one.identity != self._identity}
             # Most streams cannot continue with another chat template or `max_model_len`.
-            others = {name for name, own in self.model.decode.frontends().items() if own != self._frontend}
+            others = {name for name, one in engines if one.frontend != self._frontend}
             if self.model.decode.has_engines(excluded | others):
                 excluded |= others
         return excluded
 
-    async def _try_on_prefill(self, decision: Decision) -> Attempt | None:
+    async def _open_on_prefill(self, attempt: Attempt, decision: Decision) -> bool:
         """Serve a one-token request on prefill alone.
 
-        Returns None if this fails: a later attempt with decode then answers, also with the error of
-        an invalid request.
+        Returns False if this fails: a later attempt with decode then answers, also with the error
+        of an invalid request.
         """
-        with self._begin(decision) as attempt:
-            slot = await self._choose_prefill(decision, None)
-            if slot is None:
-                attempt.close()
-                return None
-            attempt.take(self.model.prefill, slot)
-            if not slot.engine.producer.first_token_multiple:
-                attempt.close()
-                return None
-            if decision.decode:
-                attempt.tell_planner(decision.decode[0], slot.replica_id)
-            request = self.request
-            try:
-                attempt.send(Call("POST", request.endpoint, request.headers, request.raw))
-                start, items = await attempt.call.open(self.limits.silence_timeout_s, to_first_token=True)
-            except TandemError as error:
-                logger.warning(
-                    "prefill replica %s did not serve a one-token request; trying again with a decode engine: %s",
-                    slot.replica_id,
-                    with_causes(error),
-                )
-                if isinstance(error, UnavailableError):
-                    self.prefill_failed(slot.replica_id, error)
-                attempt.close()
-                return None
-            if start.status >= HTTPStatus.BAD_REQUEST or (start.streams and not _has_tokens(items)):
-                attempt.close()
-                return None  # decode reports the error
-            self.model.metrics.first_tokens.labels("ended").inc()
-            attempt.opened_on_prefill(slot, start, items)
-            return attempt
+        slot = await self._choose_prefill(decision, None)
+        if slot is None:
+            return False
+        attempt.take(self.model.prefill, slot)
+        if not slot.engine.producer.first_token_multiple:
+            return False
+        request = self.request
+        try:
+            attempt.send(Call("POST", request.endpoint, request.headers, request.raw))
+            start, items = await attempt.call.open(self.limits.silence_timeout_s, to_first_token=True)
+        except TandemError as error:
+            logger.warning(
+                "prefill replica %s did not serve a one-token request; trying again with a decode engine: %s",
+                slot.replica_id,
+                with_causes(error),
+            )
+            if isinstance(error, UnavailableError):
+                self.prefill_failed(slot.replica_id, error)
+            return False
+        if start.status >= HTTPStatus.BAD_REQUEST or (start.streams and not _has_tokens(items)):
+            return False
+        self.model.metrics.first_tokens.labels("ended").inc()
+        attempt.opened_on_prefill(slot, start, items)
+        return True
 
     def _response_is_elsewhere(self, attempt: Attempt) -> bool:
         """Return whether another replica may have the stored response that this one lacks.
@@ -377,22 +367,21 @@ class Dispatcher:
         if attempt.start.status != HTTPStatus.NOT_FOUND or not self.request.body.get("previous_response_id"):
             return False
         assert attempt.pair.decode is not None
-        self._without_response.add(attempt.pair.decode)
+        self._failed_decode.add(attempt.pair.decode)
         return bool(self._others() or self._last_error)
 
     def _others(self) -> AbstractSet[str]:
-        return (self.model.decode.ongoing() or {}).keys() - self._avoided()
+        return self.model.decode.ongoing().keys() - self._avoided()
 
     def _begin(self, decision: Decision) -> Attempt:
-        attempt = Attempt(self.model, self.request.prompt, decision)
+        attempt = Attempt(self.model, self.request.prompt, decision, self._failed_prefill)
         self.began_at = self.began_at or attempt.began_at
         return attempt
 
     def _has_no_match(self, decode: Slot) -> bool:
         """Return whether usable prefill replicas accept calls, but none like `decode`."""
-        pool = self.model.prefill
-        accepting = (pool.ongoing() or {}).keys() - self._failed_prefill
-        identities = {identity for name, identity in pool.identities().items() if name in accepting}
+        accepting = self.model.prefill.accepting().items()
+        identities = {one.identity for name, one in accepting if name not in self._failed_prefill}
         return bool(identities) and decode.engine.identity not in identities
 
     async def _choose_prefill(self, decision: Decision, identity: str | None) -> Slot | None:
@@ -402,7 +391,7 @@ class Dispatcher:
         """
         try:
             wanted = SlotRequest(self._failed_prefill, decision.prefill, identity=identity)
-            return await take_slot("prefill", self.model.prefill, self.limits.prefill_wait_s, wanted)
+            return await take_slot(self.model.prefill, self.limits.prefill_wait_s, wanted)
         except TandemError as error:
             logger.warning("serving a request on decode alone: %s", error)
             return None
@@ -425,13 +414,12 @@ class Dispatcher:
             continues=continues,
         )
         try:
-            slot = await take_slot("decode", self.model.decode, timeout_s, wanted, queues=True)
+            slot = await take_slot(self.model.decode, timeout_s, wanted, queues=True)
         except DeadlineError as error:
             if self._suspect_decode:
                 self._suspect_decode.clear()
                 return await self._choose_decode(decision)
-            tried = self._failed_decode | self._without_response
-            if self._identity is not None and self.model.decode.has_engines(tried):
+            if self._identity is not None and self.model.decode.has_engines(self._failed_decode):
                 raise CannotResumeError(
                     "the stream cannot be continued: the engine that computed it is not available, and the others "
                     "run another model, dtype or release; send the request again"

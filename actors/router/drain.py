@@ -54,4 +54,4 @@ async def _others_accept(model: ModelRouter, name: str, timeout_s: float) -> boo
     replies = await pool.tell_all("drain", timeout_s, None)
     drained = [other for other, reply in replies.items() if isinstance(reply, dict) and reply["drained"]]
     refusing = set[str]().union(*(pool.same_replica(one) for one in (name, *drained)))
-    return bool((pool.ongoing() or {}).keys() - refusing)
+    return bool(pool.ongoing().keys() - refusing)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from typing import Any
 from actors.engine_pool.engine_call import EngineCall
 from actors.engine_pool.engines import EnginePool
 from actors.engine_pool.slots import Slot, SlotRequest
-from actors.errors import BusyError, DeadlineError, RefusedError, UnavailableError
+from actors.errors import BusyError, DeadlineError, OverloadedError, RefusedError, UnavailableError
 from actors.policy.admission import Returns
-from actors.policy.choice import Decision
+from actors.policy.choice import Asked, Decision
 from actors.policy.planner import Planner
 from actors.request import Call, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
@@ -97,99 +97,34 @@ class ModelRouter:
         ``failed_prefill``  prefill replicas that must not be chosen
         ``failed_decode``   decode replicas that must not be chosen
         """
-        identities = self.prefill.identities() | self.decode.identities()
+        own = self.decode.engines()
+        engines = {**self.prefill.engines(), **own}
+        identities = {name: one.identity for name, one in engines.items()}
         differ = len(set(identities.values())) > 1
+        prefill, decode = self.prefill.ongoing(), self.decode.ongoing()
         # Prefer an identity with free prefill slots; if none with decode is free, exclude none.
         full = self.prefill.full() if differ else set()
-        able = self.decode.accepting()
-        if full and not any(identities.get(name) in able for name in (self.prefill.ongoing() or {}).keys() - full):
+        if full and _identities(self.decode).isdisjoint(identities.get(name) for name in prefill.keys() - full):
             full = set()
         decision = self.planner.decide(
             request.prompt,
-            self.prefill.ongoing(),
-            self.decode.ongoing(),
-            _now(),
-            whole=whole,
-            session=request.session,
+            prefill,
+            decode,
+            asyncio.get_running_loop().time(),
+            Asked(whole, request.session, self.prefill.listed, bool(failed_prefill), identities if differ else {}),
             avoid=failed_prefill | failed_decode | full,
-            prefill_failed=bool(failed_prefill),
-            stores=self.prefill.stores() | self.decode.stores(),
-            identities=identities if differ else {},
-            kv_caches=self.decode.kv_caches(),
+            stores={name: one.store for name, one in engines.items() if one.store is not None},
+            kv_caches={name: one.kv_cache for name, one in own.items() if one.kv_cache is not None},
         )
         self.metrics.decisions.labels(decision.route, decision.reason).inc()
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("decision %s", decision.explain())
         return decision
 
-    def failed(self, replica: str, silent: bool = False) -> None:
-        """Report that a call to `replica` failed.
-
-        ``silent``  whether the replica sent nothing for `silence_timeout_s`
-        """
-        self.planner.failed(replica, _now(), silent)
-
-    @asynccontextmanager
-    async def ask_decode(self, call: Call) -> AsyncGenerator[tuple[ResponseStart, AsyncIterator[bytes]], None]:
-        """Send `call` to a decode replica; yield the start and the body of its answer.
-
-        Tries the remaining replicas if one fails or answers 404: only one engine holds a stored
-        response. Asks full replicas again, after the others. Leaving the context cancels the call.
-
-        Raises BusyError if no replica has a free slot within `replica_timeout_s`, OverloadedError
-        if the queue is full, EngineError for an internal error of an engine, UnavailableError if no
-        replica runs. If a replica has failed and each other one has failed or answered 404, raises
-        the last failure: UnavailableError or DeadlineError.
-        """
-        what, loop = f"{call.method} {call.path}", asyncio.get_running_loop()
-        asked: set[str] = set()
-        failed: TandemError | None = None
-        full_since: float | None = None
-        while True:
-            async with AsyncExitStack() as stack:
-                waited_s = 0.0 if full_since is None else loop.time() - full_since
-                try:
-                    left_s = self.limits.replica_timeout_s - waited_s
-                    slot = await take_slot("decode", self.decode, left_s, SlotRequest(asked))
-                except DeadlineError:
-                    raise BusyError(f"no decode engine that can answer {what} has a free slot; retry later") from None
-                stack.callback(self.decode.give_back, slot)
-                running = self.decode.dispatch(slot, call)
-                stack.callback(running.cancel)
-                start: ResponseStart | None = None
-                try:
-                    async with asyncio.timeout(self.limits.replica_timeout_s):
-                        start = await running.start()
-                except RefusedError:
-                    full_since = loop.time() if full_since is None else full_since
-                    continue  # the pool chooses the others first
-                except TimeoutError:
-                    failed = DeadlineError(f"{what} took longer than {self.limits.replica_timeout_s:g} s")
-                except UnavailableError as error:
-                    failed = error
-                asked.add(slot.replica_id)
-                others = (self.decode.ongoing() or {}).keys() - asked
-                if start is not None and (start.status != HTTPStatus.NOT_FOUND or not (others or failed)):
-                    yield start, self._body_of(running)
-                    return
-            if not others:
-                assert failed is not None, "the last replica has answered or failed"
-                raise failed
-
-    async def _body_of(self, running: EngineCall) -> AsyncIterator[bytes]:
-        until = asyncio.get_running_loop().time() + self.limits.request_timeout_s
-        while (item := await running.next(self.limits.silence_timeout_s, until)) is not None:
-            yield item.body if isinstance(item, StreamChunk) else item
-
-    @property
-    def slots(self) -> int:
-        """Number of slots of the decode engines."""
-        return self.decode.slots
-
     @property
     def slots_taken(self) -> dict[RoleName, int]:
         """Number of slots that this router holds on engines, by role."""
-        return {role: engines.slots_taken for role, engines in self.pools.items()}
+        return {role: engines.taken for role, engines in self.pools.items()}
 
     def replicas(self) -> dict[RoleName, int]:
         """Return the number of replicas of each role that accept calls, from Serve's list."""
@@ -206,7 +141,7 @@ class ModelRouter:
         for role, count in self.replicas().items():
             if not count:
                 return f"no {role} engine accepts calls"
-        if self.prefill.accepting().isdisjoint(self.decode.accepting()):
+        if _identities(self.prefill).isdisjoint(_identities(self.decode)):
             return (
                 "no prefill engine has the identity (model, dtypes, release, cache layout, secret) of a decode engine, "
                 "so decode computes all prompts"
@@ -214,11 +149,16 @@ class ModelRouter:
         return None
 
     async def ask_engines(self, method: str) -> list[tuple[RoleName, Any]]:
-        """Return role and reply of each engine replica that replies in `metrics_timeout_s`."""
-        answers = await asyncio.gather(
-            *(pool.ask_all(method, self.limits.metrics_timeout_s) for pool in self.pools.values())
-        )
-        return [(role, reply) for role, replies in zip(self.pools, answers, strict=True) for reply in replies]
+        """Return role and reply of each engine replica that replies in `metrics_timeout_s`; log the
+        others.
+        """
+        found = []
+        for (role, replica), reply in (await self.tell_engines(method, self.limits.metrics_timeout_s)).items():
+            if isinstance(reply, Exception):
+                logger.warning("method %s of replica %s failed, so its result is omitted: %r", method, replica, reply)
+            else:
+                found.append((role, reply))
+        return found
 
     async def tell_engines(self, method: str, timeout_s: float, *arguments: object) -> dict[tuple[RoleName, str], Any]:
         """Call a method of all replicas; return each result or exception by role and replica."""
@@ -236,10 +176,68 @@ class ModelRouter:
         await asyncio.gather(*(engines.close() for engines in self.pools.values()))
 
 
-async def take_slot(
-    role: str, engines: EnginePool, timeout_s: float, wanted: SlotRequest, queues: bool = False
-) -> Slot:
-    """Take slots on a replica of `role`.
+@asynccontextmanager
+async def ask_decode(
+    models: Sequence[ModelRouter], call: Call
+) -> AsyncGenerator[tuple[ResponseStart, AsyncIterator[bytes]], None]:
+    """Send `call` to a decode replica of `models`; yield the start and the body of its answer.
+
+    Tries the other replicas, model by model, if one fails or answers 404: only one engine holds a
+    stored response. Asks full replicas again, after the others of their model. Yields the last 404
+    if nothing has failed. Leaving the context cancels the call.
+
+    Otherwise raises the last failure: BusyError if no replica of a model has a free slot within
+    `replica_timeout_s`, OverloadedError if its queue is full, UnavailableError or DeadlineError.
+    Raises EngineError at once for an internal error of an engine.
+    """
+    what, loop = f"{call.method} {call.path}", asyncio.get_running_loop()
+    failed: TandemError | None = None
+    for model in models:
+        pool, timeout_s = model.decode, model.limits.replica_timeout_s
+        asked: set[str] = set()
+        full_since: float | None = None
+        others = True
+        while others:
+            async with AsyncExitStack() as stack:
+                waited_s = 0.0 if full_since is None else loop.time() - full_since
+                try:
+                    slot = await take_slot(pool, timeout_s - waited_s, SlotRequest(asked))
+                except (DeadlineError, UnavailableError, OverloadedError) as error:
+                    busy = BusyError(f"no decode engine that can answer {what} has a free slot; retry later")
+                    failed = busy if isinstance(error, DeadlineError) else error
+                    break
+                stack.callback(pool.give_back, slot)
+                running = pool.dispatch(slot, call)
+                stack.callback(running.cancel)
+                start: ResponseStart | None = None
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        start = await running.start()
+                except RefusedError:
+                    full_since = loop.time() if full_since is None else full_since
+                    continue  # the pool chooses the others first
+                except TimeoutError:
+                    failed = DeadlineError(f"{what} took longer than {timeout_s:g} s")
+                except UnavailableError as error:
+                    failed = error
+                asked.add(slot.replica_id)
+                others = bool(pool.ongoing().keys() - asked)
+                last = not others and model is models[-1] and failed is None
+                if start is not None and (last or start.status != HTTPStatus.NOT_FOUND):
+                    yield start, _body_of(running, model.limits)
+                    return
+    assert failed is not None, "the last replica has answered or failed"
+    raise failed
+
+
+async def _body_of(running: EngineCall, limits: RouterLimits) -> AsyncIterator[bytes]:
+    until = asyncio.get_running_loop().time() + limits.request_timeout_s
+    while (item := await running.next(limits.silence_timeout_s, until)) is not None:
+        yield item.body if isinstance(item, StreamChunk) else item
+
+
+async def take_slot(engines: EnginePool, timeout_s: float, wanted: SlotRequest, queues: bool = False) -> Slot:
+    """Take slots on a replica of `engines`.
 
     Waits `timeout_s`; with `queues`, waits longer while a replica runs that the request may use,
     and the caller sets the deadline.
@@ -248,7 +246,7 @@ async def take_slot(
     (at once in a stopping router, which outlives no start of an engine), OverloadedError if the
     queue is full.
     """
-    slot = engines.take_now(wanted)
+    slot, role = engines.take_now(wanted), engines.role
     if slot is None:
         if engines.leaving and not engines.has_engines():
             raise UnavailableError(f"this router is stopping and has no {role} engine; send the request again")
@@ -286,5 +284,6 @@ async def _while_running(engines: EnginePool, wanted: SlotRequest, period_s: flo
             timer.cancel()
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+def _identities(pool: EnginePool) -> set[str]:
+    """Return the identities of the engines that accept calls."""
+    return {one.identity for one in pool.accepting().values()}

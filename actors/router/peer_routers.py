@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -14,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from actors.broadcast import ask_all
 from actors.router.router import Router
 from actors.router.single_flight import SingleFlight
-from actors.telemetry.router_metrics import newest_of
+from actors.telemetry.router_metrics import RouterMetrics, newest_of
 
 STATUS_AGE_S = 1.0
 """Time in seconds for which a router reuses a status after it has collected the parts.
@@ -49,12 +48,13 @@ class RouterReplica(Router):
 
     async def own_metrics(self) -> RouterMetricsText:
         """Return this replica's id and Prometheus exposition."""
-        # Without names, the only model uses the router's metrics.
-        own = [self.metrics, *(model.metrics for model in self.models if model.names)]
-        return own_replica_id(), "".join(metrics.exposition() for metrics in own)
+        return own_replica_id(), "".join(metrics.exposition() for metrics in self._all_metrics())
 
     async def own_status(self) -> dict[str, Any]:
         """Return this replica's part of the status."""
+        counts = Counter[str]()
+        for metrics in self._all_metrics():
+            counts.update(metrics.counts())
         return {
             "replica": own_replica_id(),
             "ongoing": self.ongoing_sequences,
@@ -62,17 +62,13 @@ class RouterReplica(Router):
             "limit": self.max_sequences,
             "rejected_config": self.rejected_config,
             "degraded": self.degraded,
-            "counts": self._counts(),
+            "counts": dict(counts),
             "recent": [one.describe() for one in islice(reversed(self.recent), RECENT_SHOWN)],
         }
 
-    def _counts(self) -> dict[str, int]:
-        """Return this replica's `RouterMetrics.counts`, summed over all models."""
-        counts = Counter(self.metrics.counts())
-        for model in self.models:
-            if model.names:
-                counts.update(model.metrics.counts())
-        return dict(counts)
+    def _all_metrics(self) -> list[RouterMetrics]:
+        # Without names, the only model uses the router's metrics.
+        return [self.metrics, *(model.metrics for model in self.models if model.names)]
 
     async def router_metrics(self) -> list[RouterMetricsText]:
         """Return (replica id, exposition) of this replica and of its peers, sorted.
@@ -97,10 +93,10 @@ class RouterReplica(Router):
             self.own_status(), self.engine_status(), self._ask_peers("own_status")
         )
         routers = {status["replica"]: status for status in (*peers, own)}
-        recent = newest_of((status["recent"] for status in routers.values()), RECENT_SHOWN)
+        recent = newest_of((status.pop("recent") for status in routers.values()), RECENT_SHOWN)
         return {
             "at": time.time(),
-            "routers": [_without(status, "recent") for _, status in sorted(routers.items())],
+            "routers": [status for _, status in sorted(routers.items())],
             "engines": sorted(engines, key=lambda engine: (engine["role"] != "prefill", engine["replica"])),
             "recent": recent,
         }
@@ -123,7 +119,3 @@ def in_replica() -> bool:
 def own_replica_id() -> str:
     """Return the id of the Serve replica in this process."""
     return serve.get_replica_context().replica_id.unique_id
-
-
-def _without(status: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in status.items() if name != key}

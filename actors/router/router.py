@@ -5,23 +5,21 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from http import HTTPStatus
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
 from actors.adapter_records import AdapterRecords
-from actors.errors import DeadlineError, NoModelNamedError, OverloadedError, UnavailableError, UnknownModelError
+from actors.errors import NoModelNamedError, OverloadedError, UnknownModelError
 from actors.request import Call, ResponseStart
 from actors.router.adapters import Adapters
 from actors.router.client_request import ClientRequest
 from actors.router.drain import drain_engine
-from actors.router.model_router import ModelEngines, ModelRouter
+from actors.router.model_router import ModelEngines, ModelRouter, ask_decode
 from actors.router.prompt_lists import AnyAnswer, open_answer
 from actors.telemetry.router_metrics import KEPT, RecentRequest, RouterMetrics
 from configs.settings.base import RoleName
 from configs.settings.parsing import changed_limits
 from configs.settings.router import MIN_ONGOING_SEQUENCES, RouterLimits
-from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +67,11 @@ class Router:
         self._were_ready: set[ModelRouter] = set()
         self._ready_at: float | None = None
         self._was_complete = False
-        self._ongoing = self._sequences = 0
-        self.metrics.ongoing.set_function(lambda: self._ongoing)
+        self.ongoing = 0
+        """Number of ongoing requests that the router has admitted."""
+        self.ongoing_sequences = 0
+        """Number of their sequences; a request counts as 1 until its body arrives."""
+        self.metrics.ongoing.set_function(lambda: self.ongoing)
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply new deadlines, limits and routing settings; Serve's hook.
@@ -92,21 +93,11 @@ class Router:
         self.metrics.user_config_rejected.set(0)
 
     @property
-    def ongoing(self) -> int:
-        """Number of ongoing requests that the router has admitted."""
-        return self._ongoing
-
-    @property
-    def ongoing_sequences(self) -> int:
-        """Number of sequences of ongoing requests; a request counts as 1 until its body arrives."""
-        return self._sequences
-
-    @property
     def max_sequences(self) -> int:
         """Number of ongoing sequences at which the router admits no further request."""
         if self.limits.max_ongoing_sequences is not None:
             return self.limits.max_ongoing_sequences
-        return max(SEQUENCES_PER_SLOT * sum(model.slots for model in self.models), MIN_ONGOING_SEQUENCES)
+        return max(SEQUENCES_PER_SLOT * sum(model.decode.slots for model in self.models), MIN_ONGOING_SEQUENCES)
 
     @contextmanager
     def admitted(self) -> Iterator[Callable[[int], None]]:
@@ -115,24 +106,24 @@ class Router:
         Yields a function that sets the request's number of sequences after the body has arrived;
         until then it is 1. So the number of sequences may exceed the limit.
         """
-        if self._sequences >= self.max_sequences:
+        if self.ongoing_sequences >= self.max_sequences:
             raise OverloadedError(
-                f"this router is serving {self._sequences} sequences and has reached its limit; retry later"
+                f"this router is serving {self.ongoing_sequences} sequences and has reached its limit; retry later"
             )
-        counted = 1
+        counted = 0
 
         def count(sequences: int) -> None:
             nonlocal counted
-            self._sequences += sequences - counted
+            self.ongoing_sequences += sequences - counted
             counted = sequences
 
-        self._ongoing += 1
-        self._sequences += 1
+        self.ongoing += 1
+        count(1)
         try:
             yield count
         finally:
-            self._ongoing -= 1
-            self._sequences -= counted
+            self.ongoing -= 1
+            count(0)
 
     def max_requests_of_key(self, keys: int) -> int | None:
         """Return the limit of ongoing requests of each of `keys` API keys; None: no limit."""
@@ -183,33 +174,12 @@ class Router:
         """Close the connections to the engines."""
         await asyncio.gather(*(model.close() for model in self.models))
 
-    @asynccontextmanager
-    async def ask_decode(self, call: Call) -> AsyncGenerator[tuple[ResponseStart, AsyncIterator[bytes]], None]:
-        """Send `call` to the models in turn, until one does not answer 404.
+    def ask_decode(self, call: Call) -> AbstractAsyncContextManager[tuple[ResponseStart, AsyncIterator[bytes]]]:
+        """Call the function `ask_decode` for the models with a decode replica, else for the first.
 
-        Yields the start and the body of this answer, or of the last 404. Skips models without a
-        decode replica, unless no model has one. If at least one model fails, and each other model
-        fails or answers 404, raises the last failure: UnavailableError, OverloadedError or
-        DeadlineError. Raises EngineError at once for an internal error of an engine. Leaving the
-        context cancels the call.
+        Waiting for a model without engines would delay the calls to the others.
         """
-        # Waiting for a model without engines would delay the calls to the others.
-        left = [model for model in self.models if model.ready] or self.models[:1]
-        failed: TandemError | None = None
-        while left:
-            model = left.pop(0)
-            async with AsyncExitStack() as stack:
-                try:
-                    start, body = await stack.enter_async_context(model.ask_decode(call))
-                except (UnavailableError, OverloadedError, DeadlineError) as error:
-                    failed = error
-                    continue
-                if start.status == HTTPStatus.NOT_FOUND and (left or failed is not None):
-                    continue
-                yield start, body
-                return
-        assert failed is not None, "the last model has answered or failed"
-        raise failed
+        return ask_decode([model for model in self.models if model.ready] or self.models[:1], call)
 
     def replicas(self) -> dict[RoleName, int]:
         """Return the number of replicas of each role that accept calls, over all models.
@@ -234,23 +204,19 @@ class Router:
     def takes_traffic(self) -> bool:
         """True if load balancers may send requests to this router.
 
-        It is `ready`, and has been `complete` or has waited FIRST_PREFILL_S for that.
+        It is `ready`, and a pair of engines of each model has accepted calls, or the router has
+        waited FIRST_PREFILL_S for that.
         """
         if not self.ready:
             return False
         now = time.monotonic()
         self._ready_at = now if self._ready_at is None else self._ready_at
-        self._was_complete |= self.complete
+        self._was_complete |= self.degraded is None
         return self._was_complete or now - self._ready_at >= FIRST_PREFILL_S
 
     @property
-    def complete(self) -> bool:
-        """True if a pair of engines accepts calls, for each model."""
-        return self.degraded is None
-
-    @property
     def degraded(self) -> str | None:
-        """Reason why the service is not `complete`, by model; None if it is."""
+        """Reason why no pair of engines accepts calls, by model; None if one of each model does."""
         reasons = ((model, model.degraded) for model in self.models)
         named = [f"{model.names[0]}: {why}" if self._by_name else why for model, why in reasons if why is not None]
         return "; ".join(named) or None

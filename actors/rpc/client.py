@@ -46,14 +46,8 @@ class _Answer:
 
     def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
         if not self.value.done():
-            error = (
-                EngineDownError(lost)
-                if lost
-                else EngineError(
-                    failure.message if failure else "the engine sent an EndStream without a result or reason"
-                )
-            )
-            self.value.set_exception(error)
+            why = failure.message if failure else "the engine sent an EndStream without a result or reason"
+            self.value.set_exception(EngineDownError(lost) if lost else EngineError(why))
 
 
 class Channel(asyncio.Protocol):

@@ -50,9 +50,6 @@ KEPT_WITHIN_S = 2.0
 If Serve stops the routers at the same time, each of them sends KEEP within this time.
 """
 
-MOST_ROUTERS = 64
-"""Maximum number of routers with a stored queue length."""
-
 
 HANDED_BACK = object()
 """Item that ends a call before any answer, so that another engine serves it."""
@@ -86,12 +83,9 @@ class RpcServer:
         """Set while the server refuses new calls: it stops, or an operator drains the engine."""
         self._stops = False
         self._queued: dict[str, tuple[int, float]] = {}
-        self._freed = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._ended = asyncio.Event()
+        """Set when a call or a KEEP has ended."""
         self._kept = 0
-        self._unkept = asyncio.Event()
-        self._unkept.set()
         self.ongoing = 0
 
     async def open(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> RpcAddress:
@@ -130,9 +124,14 @@ class RpcServer:
         Methods still run.
         """
         await asyncio.sleep(KEPT_WITHIN_S)
-        await self._unkept.wait()
+        await self._until(lambda: not self._kept)
         self._stop()
-        await self._idle.wait()
+        await self._until(lambda: not self.ongoing)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._ended.clear()
+            await self._ended.wait()
 
     async def close(self) -> None:
         """Stop listening, cancel the running calls and methods, and close all connections."""
@@ -155,14 +154,12 @@ class RpcServer:
     async def _keep(self) -> None:
         """Keep a stopping engine for the calling router; return at once if it refuses new calls."""
         self._kept += 1
-        self._unkept.clear()
         try:
             if not self._stops:
                 await asyncio.Event().wait()
         finally:
             self._kept -= 1
-            if not self._kept:
-                self._unkept.set()
+            self._ended.set()
 
     async def _run_method(self, method: str, arguments: tuple[Any, ...]) -> Any:
         """Return the encoded result of one of `methods`.
@@ -179,32 +176,21 @@ class RpcServer:
             raise ValueError(f"{method} returned a value that msgpack cannot encode: {error}") from error
 
     async def _run_call(self, request: RpcRequest, stream: ServedStream) -> RpcFailure | None:
-        self._record_queue(request, time.monotonic())
+        self._queued[request.router] = request.queued, time.monotonic()
+        self.queued()  # forgets routers that have stopped
         if refusal := await self._refusal():
             return refusal
         self.ongoing += request.call.sequences
-        self._idle.clear()
         try:
             return await self._serve_call(request, stream)
         finally:
             self.ongoing -= request.call.sequences
-            self._freed.set()
-            if not self.ongoing:
-                self._idle.set()
-
-    def _record_queue(self, request: RpcRequest, now: float) -> None:
-        """Store the queue length that a router reports with `request`."""
-        self._queued.pop(request.router, None)
-        self._queued[request.router] = (request.queued, now)
-        if len(self._queued) > MOST_ROUTERS:
-            del self._queued[next(iter(self._queued))]  # the router with the oldest report
+            self._ended.set()
 
     async def _refusal(self) -> RpcFailure | None:
         with suppress(TimeoutError):
             async with asyncio.timeout(SLOT_WAIT_S):
-                while self.ongoing >= self._slots and not self.refuses.is_set():
-                    self._freed.clear()
-                    await self._freed.wait()
+                await self._until(lambda: self.ongoing < self._slots or self.refuses.is_set())
         if self.refuses.is_set():
             return self._refused()
         if self.ongoing >= self._slots:

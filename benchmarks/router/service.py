@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
@@ -64,7 +65,7 @@ class Instant(Prefill, Decode):
         self._held = set()
         self._computing = [{}]
         self._changes_adapters = False
-        self._producers = [ProducerAddress.from_params(WHERE)]
+        self._producers = [msgspec.convert(WHERE, ProducerAddress)]
         llm: Any = NoLLM()
         self.engine = VllmEngine(llm, app, StopFlag(), AsyncExitStack(), cannot_resume, None, "nobody")
         await self._open_rpc_servers(RoleSettings(max_ongoing_sequences=slots, rpc_host="127.0.0.1"))

@@ -23,13 +23,11 @@ from actors.engine.split_call import SplitCall
 from actors.engine_pool.engine_call import EngineCall
 from actors.engine_pool.slots import EngineReplica, Slot, SlotRequest
 from actors.errors import CannotResumeError, EngineDownError, RefusedError, UnavailableError
-from actors.policy.admission import KvCache
-from actors.policy.prefixes import EngineStore
-from actors.request import Accepted, Call, PrefillReport, ProducerAddress, TokenSource
+from actors.request import Accepted, Call, TokenSource
 from actors.router.model_router import ModelEngines
 from actors.router.router import Router
 from actors.rpc.address import RpcAddress
-from actors.rpc.messages import PrefillCandidate, PrefillOrder, RpcFailure, RpcRequest
+from actors.rpc.messages import PrefillOrder, RpcFailure, RpcRequest
 from configs.settings.router import RouterLimits
 
 Serve = Callable[[Call, int], AsyncGenerator[Any, None]]
@@ -189,19 +187,6 @@ def _beats(beat: Callable[[], None]) -> Iterator[None]:
         running.cancel()
 
 
-class NoSlots:
-    """Receiver of an engine's replies about its load."""
-
-    def record_accepted(self, name: str, ongoing: int) -> None:
-        """Do nothing."""
-
-    def record_full(self, name: str) -> None:
-        """Do nothing."""
-
-    def record_leaving(self, name: str) -> None:
-        """Do nothing."""
-
-
 class Reply:
     """Result of one replica in Serve: `value` after `late_s`, raised if it is an exception."""
 
@@ -314,16 +299,18 @@ class Handle:
         self.taken += 1
         preferred = [one for name in prefer for one in free if one.name == name and not self.in_order]
         replica = (preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0]
+        return Slot(replica.name, self._engine(replica))
+
+    def _engine(self, replica: Replica) -> EngineReplica:
         own = {"identity": replica.identity, "frontend": replica.frontend, "version": replica.version}
-        metadata = self.metadata | own
-        return Slot(replica.name, EngineReplica(RpcAddress(replica.name, 1, ""), 100, 100, metadata, replica.name))
+        return EngineReplica(RpcAddress(replica.name, 1, ""), 100, 100, self.metadata | own, replica.name)
 
     def give_back(self, slot: Slot) -> None:
         self.taken -= 1
 
     def dispatch(self, slot: Slot, call: Call, watcher: Any = None, prefill: PrefillOrder | None = None) -> EngineCall:
-        slots: Any = NoSlots()
-        running, connection = EngineCall(self.role, slot, slots, watcher), self.connection(slot.replica_id)
+        pool: Any = self
+        running, connection = EngineCall(self.role, slot, pool, watcher), self.connection(slot.replica_id)
         running.send(connection, RpcRequest(call, *self.caller, prefill=prefill))
         return running
 
@@ -332,36 +319,27 @@ class Handle:
 
     caller = ("router", 0)
 
-    def candidate(self, name: str) -> PrefillCandidate:
-        return PrefillCandidate(name, RpcAddress(name, 1, ""), ProducerAddress.from_params(self.metadata["producer"]))
-
     def move(self, slot: Slot, name: str) -> None:
         slot.replica_id = name
 
-    def record(self, slot: Slot, report: PrefillReport) -> None:
+    def record(self, slot: Slot, outcome: str, ongoing: int = 0) -> None:
         """Do nothing."""
 
-    def stores(self) -> dict[str, EngineStore]:
-        return {}
+    def engines(self) -> dict[str, EngineReplica]:
+        return {replica.name: self._engine(replica) for replica in self.replicas} if self._known else {}
 
-    def kv_caches(self) -> dict[str, KvCache]:
-        return {}
-
-    def identities(self) -> dict[str, str]:
-        return {replica.name: replica.identity for replica in self.replicas} if self._known else {}
-
-    def frontends(self) -> dict[str, str]:
-        return {replica.name: replica.frontend for replica in self.replicas} if self._known else {}
-
-    def accepting(self) -> set[str]:
-        return {replica.identity for replica in self.replicas} if self._known else set()
+    accepting = engines
 
     def full(self) -> set[str]:
         return set(self.full_replicas)
 
-    def ongoing(self) -> dict[str, int] | None:
+    @property
+    def listed(self) -> bool:
         """A pool whose replicas become known with the first request."""
-        return {replica.name: 0 for replica in self.replicas} if self._known else None
+        return self._known
+
+    def ongoing(self) -> dict[str, int]:
+        return {replica.name: 0 for replica in self.replicas} if self._known else {}
 
     @property
     def replica_count(self) -> int:

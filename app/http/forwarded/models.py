@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from actors.errors import BusyError, DeadlineError, EngineError, OverloadedError, UnavailableError, with_causes
 from actors.request import Call
 from actors.router.adapters import AdapterError, AdapterNameError
-from actors.router.model_router import ModelRouter
+from actors.router.model_router import ModelRouter, ask_decode
 from actors.router.router import Router
 from app.http.errors import BadRequestError, error_response, status_of
 from app.http.parsing import forwarded_headers, parse_body, read_body
@@ -47,7 +47,7 @@ class ModelList:
             if not model.ready:
                 continue
             try:
-                async with model.ask_decode(call) as (start, body):
+                async with ask_decode([model], call) as (start, body):
                     content = b"".join([piece async for piece in body])
                 if start.status != HTTPStatus.OK:
                     raise EngineError(f"status {start.status}: {content[:200].decode(errors='replace')}")

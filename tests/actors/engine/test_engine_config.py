@@ -171,10 +171,11 @@ async def test_routers_learn_the_stores_of_all_ranks(
     # Plain values only, like the rest of the metadata.
     publish(handle.deployment_id, {"r1": json.loads(json.dumps(actor.record_replica_metadata()))})
     pool = EnginePool("decode", handle)
-    assert pool.stores() == known
-    assert {one.metadata["kv_tokens"] for one in (replicas_of(handle.deployment_id) or {}).values()} == {700}
-    assert set(pool.kv_caches().values()) == {KvCache(700, 10, ((64, 0), (64, 128)))}
-    assert list(pool.identities().values()) == ["i"] * len(ranks)
+    engines = pool.engines()
+    assert {name: one.store for name, one in engines.items() if one.store is not None} == known
+    assert {one.metadata["kv_tokens"] for one in replicas_of(handle.deployment_id).values()} == {700}
+    assert {one.kv_cache for one in engines.values()} == {KvCache(700, 10, ((64, 0), (64, 128)))}
+    assert [one.identity for one in engines.values()] == ["i"] * len(ranks)
     await pool.close()
     for server in actor._rpc_servers:  # noqa: SLF001
         await server.close()

@@ -115,7 +115,7 @@ def engines(**of: dict[str, Any]) -> dict[str, EngineReplica]:
     """Return engines by name, as routers and replicas read them from Serve's list."""
     metadata = {name: replica_metadata(RpcAddress(name, 1, "key"), 9, slots=9) | one for name, one in of.items()}
     publish("decode", metadata)
-    return dict(replicas_of("decode") or {})
+    return dict(replicas_of("decode"))
 
 
 async def test_streams_move_to_engines_that_accept_calls() -> None:

@@ -119,11 +119,3 @@ def test_decode_body_is_the_clients_request_and_the_transfer():
         "tp_size": 2,
     }
     assert leg == body
-
-
-def test_a_producer_is_read_from_a_connectors_reply():
-    """Other keys of the reply are ignored; a missing one is an error."""
-    reply = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 1, "tp_size": 1, "transfer_id": "x"}
-    assert ProducerAddress.from_params(reply) == ProducerAddress("e", "h", 1, 1)
-    with pytest.raises(KeyError, match="remote_port"):
-        ProducerAddress.from_params({"remote_engine_id": "e", "remote_host": "h"})

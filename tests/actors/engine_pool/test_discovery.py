@@ -1,9 +1,14 @@
 """The choice among replicas."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
-from actors.engine_pool.engines import engine_names, publish, ranked_metadata, replicas_of
-from actors.engine_pool.slots import rank
+import pytest
+
+from actors.engine_pool.engines import EnginePool, engine_names, publish, ranked_metadata, replicas_of
+from actors.engine_pool.slots import SlotPool, rank
 from actors.rpc.address import RpcAddress
 from actors.rpc.server import replica_metadata
 
@@ -25,7 +30,6 @@ def test_each_data_parallel_rank_is_an_engine():
     alone = replica_metadata(RpcAddress("h", 3, "key"), 7, slots=9)
     publish("ranks", {"a": ranked_metadata(of_ranks), "b": ranked_metadata([alone])})
     engines = replicas_of("ranks")
-    assert engines is not None
     found = {
         name: (one.replica, one.rank, one.address.port, one.slots, one.metadata.get("producer"))
         for name, one in engines.items()
@@ -36,3 +40,13 @@ def test_each_data_parallel_rank_is_an_engine():
         "b": ("b", 0, 3, 9, None),
     }
     assert [*engine_names("a", 2), *engine_names("b", 1)] == list(engines)
+
+
+async def test_a_count_of_replicas_lists_the_engines_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each health check counts them, also in a large fleet."""
+    one = replica_metadata(RpcAddress("h", 1, "key"), 7, slots=4)
+    publish("many", {f"r{number}": ranked_metadata([one, one]) for number in range(32)})
+    handle: Any = SimpleNamespace(deployment_id="many", options=lambda: handle)
+    accepting = Mock(side_effect=replicas_of("many").copy)  # type: ignore[attr-defined]
+    monkeypatch.setattr(SlotPool, "accepting", accepting)
+    assert (EnginePool("decode", handle).replica_count, accepting.call_count) == (32, 1)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.policy.admission import KvCache
-from actors.policy.choice import Estimate
+from actors.policy.choice import Asked, Estimate
 from actors.policy.planner import Planner
 from actors.policy.prefixes import STORES_KEPT, EngineStore
 from actors.policy.prompts import read_prompt
@@ -375,7 +375,7 @@ def test_any_day_ends_at_rest(days, seed):
         now += later
         prompt = read_prompt(body)
         prefill = {name: dice.randrange(3) for name in "pq"[: dice.randrange(3)]}
-        decision = planner.decide(prompt, prefill, DE, now, session=dice.choice([None, "s"]))
+        decision = planner.decide(prompt, prefill, DE, now, Asked(session=dice.choice([None, "s"])))
         assert decision.local == (not decision.prefill)
         assert set(decision.decode) == {"d", "e"}
         chosen = known(decision.chosen)

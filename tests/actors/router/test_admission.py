@@ -78,7 +78,7 @@ async def test_a_prompt_that_would_wait_too_long() -> None:
 
 
 class Busy(Handle):
-    """Decode without a free slot."""
+    """Engines without a free slot."""
 
     def __init__(self, replicas: list[Replica]) -> None:
         super().__init__(replicas)
@@ -102,5 +102,20 @@ async def test_prompts_that_wait_share_no_kv_yet() -> None:
         asking.append(asyncio.create_task(ask(router, request(prompt=prompt, max_tokens=1))))
         assert await decode.committed.get() == 641
     decode.free.set()
+    await asyncio.gather(*asking)
+    await at_rest(prefill, decode)
+
+
+async def test_a_prompt_that_waits_for_prefill_shares_its_kv() -> None:
+    """It has its slot on decode, so a later request with the same prefix adds only the rest."""
+    prefill, decode = Busy([Replica("p", answers(200, {}))]), Busy([Replica("d", answers(200, {}))])
+    router = router_of(LIMITS, prefill, decode)
+    decode.free.set()
+    prompt, asking = list(range(640)), list[asyncio.Task[Any]]()
+    for committed in (641, 2):
+        asking.append(asyncio.create_task(ask(router, request(prompt=prompt, max_tokens=1))))
+        assert await decode.committed.get() == committed
+        assert await prefill.committed.get() == 0
+    prefill.free.set()
     await asyncio.gather(*asking)
     await at_rest(prefill, decode)

@@ -99,8 +99,9 @@ class World:
     def __init__(self, served: Served, server: RpcServer, address: RpcAddress, engines: EnginePool) -> None:
         self.served, self.server, self.address, self.engines = served, server, address, engines
 
-    async def call(self, path: str, stack: AsyncExitStack, **more: Any) -> Any:
+    async def call(self, path: str, stack: AsyncExitStack, maybe_full: bool = False, **more: Any) -> Any:
         slot = await self.engines.take()
+        slot.maybe_full = maybe_full
         stack.callback(self.engines.give_back, slot)
         return self.engines.dispatch(slot, Call("POST", path, body=b"{}"), **more)
 
