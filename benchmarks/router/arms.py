@@ -6,6 +6,7 @@ import os
 import subprocess
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -46,6 +47,15 @@ def start_vllm_router(command: str, folder: Path, prefill: str, decode: str) -> 
     return process, url
 
 
+def run_module(started: list[Process], folder: Path, name: str, *arguments: str) -> tuple[Process, str]:
+    """Run `python -m NAME ARGUMENTS PORT`, and wait until it answers at the returned URL."""
+    port = free_port()
+    process = start_module(folder, f"{name}-{port}", [name, *arguments, str(port)])
+    started.append(process)
+    wait_until_up(f"http://127.0.0.1:{port}/health", process, folder)
+    return process, f"http://127.0.0.1:{port}"
+
+
 def begin(stack: ExitStack, folder: Path, vllm_router: str, routers: int) -> dict[str, Arm]:
     """Start every arm; they end with the stack.
 
@@ -54,15 +64,7 @@ def begin(stack: ExitStack, folder: Path, vllm_router: str, routers: int) -> dic
     """
     started: list[Process] = []
     stack.callback(stop, started)
-
-    def module(name: str, *arguments: str) -> tuple[Process, str]:
-        """Run `python -m NAME ARGUMENTS PORT`, and wait until it answers."""
-        port = free_port()
-        process = start_module(folder, f"{name}-{port}", [name, *arguments, str(port)])
-        started.append(process)
-        wait_until_up(f"http://127.0.0.1:{port}/health", process, folder)
-        return process, f"http://127.0.0.1:{port}"
-
+    module = partial(run_module, started, folder)
     prefill, prefill_url = module("benchmarks.router.engine")
     decode, decode_url = module("benchmarks.router.engine")
     # Ray increases the niceness of its workers over that of the other arms' processes

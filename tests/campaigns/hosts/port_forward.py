@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import os
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-_CLONE_NEWNET = 0x40000000
+from testing.hosts import enter_network
+
 _CHUNK_BYTES = 65536
 _TIMEOUT_S = 10.0
 
@@ -35,20 +34,13 @@ def forwarded_port(pid: int, address: str, port: int) -> Iterator[int]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     # A socket stays in the namespace of its creation: one thread lives there and creates them all.
-    with ThreadPoolExecutor(1, initializer=_enter, initargs=(pid,)) as inside:
+    with ThreadPoolExecutor(1, initializer=enter_network, initargs=(pid,)) as inside:
         server = asyncio.run_coroutine_threadsafe(listen(), loop).result()
         try:
             yield server.sockets[0].getsockname()[1]
         finally:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
-
-
-def _enter(pid: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/proc/{pid}/ns/net", encoding="utf-8") as network:
-        if libc.setns(network.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

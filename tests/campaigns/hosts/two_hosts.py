@@ -23,8 +23,8 @@ from pathlib import Path
 
 from app.run import CURL, DEMO_PROMPT
 from configs.settings.service import DEMO_SERVED_NAME
+from testing.hosts import Host, Switch, hosts
 from testing.signals import interrupt_on_signals
-from tests.campaigns.hosts.hosts import Host, Switch, hosts
 from tests.campaigns.hosts.port_forward import forwarded_port
 
 FRONT, BACK = "decode", "prefill"
