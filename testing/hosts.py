@@ -21,6 +21,8 @@ from pathlib import Path
 
 import psutil
 
+from testing.programs import Program
+
 SUBNET = "10.209.0"
 
 LIMIT = "burst 256kb latency 100ms"
@@ -67,17 +69,8 @@ class Host:
         spaces = ("--net", "--pid", "--ipc", "--mount")
         return ["nsenter", f"--target={self.pid}", *spaces, f"--wdns={os.getcwd()}", *command]
 
-    def start(self, command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command; append its output to ``log``."""
-        with log.open("ab") as file:
-            return subprocess.Popen(
-                self.command(command),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | environment,
-                start_new_session=True,
-            )
+    def start(self, command: Sequence[str], log: Path, **environment: str) -> Program:
+        return Program(self.command(command), log, os.environ | environment)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -38,13 +38,13 @@ from actors.engine_pool.serve_discovery import DiscoveryRouter
 from app.main import DeployedModel, router_deployment
 from benchmarks.overload.engine import KV_TOKENS, MAX_NUM_SEQS, TEXT_BYTES, simulated
 from benchmarks.report import failed, p99, write
-from benchmarks.router.arms import Process, run_module, start_vllm_router
+from benchmarks.router.arms import run_module, start_vllm_router
 from benchmarks.router.service import Instant, running
 from configs.settings.base import RoleName
 from configs.settings.router import RouterSettings
 from testing.ports import free_port
+from testing.programs import Program, stop
 from testing.signals import interrupt_on_signals
-from testing.vllm_server import stop
 
 SLOTS = 2 * MAX_NUM_SEQS
 FIRST_S, WHOLE_S, TOKEN_S = 10.0, 30.0, 0.1
@@ -209,7 +209,7 @@ def main(
     vllm_router: str = "",
 ) -> int:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        started, urls = list[Process](), {"tandem": url}
+        started, urls = list[Program](), {"tandem": url}
         stack.callback(stop, started)
         module = partial(run_module, started, Path(folder))
         if not url:

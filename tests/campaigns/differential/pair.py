@@ -5,7 +5,6 @@ equal arguments.
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ from configs.settings.service import DEMO_MODEL_DIR, DEMO_SERVED_NAME
 from testing.adapters import lora_adapter
 from testing.models import damaged
 from testing.ports import free_port
+from testing.programs import Program, module
+from testing.servers import API_SERVER
 from testing.service_process import ServiceProcess, write_config
-from testing.vllm_server import start_module, stop, wait_until_up
 from tests.campaigns.differential.model import thinking_model
 
 ADAPTER = "tandem-lora"
@@ -64,7 +64,7 @@ class PairOfServers:
     decode_replicas: int = 1
     frontend: dict[str, Any] = field(default_factory=lambda: FRONTEND)
     service: ServiceProcess = field(init=False)
-    _single: subprocess.Popen[bytes] = field(init=False)
+    _single: Program = field(init=False)
     _port: int = field(default_factory=free_port)
 
     @property
@@ -89,24 +89,23 @@ class PairOfServers:
         self.service = ServiceProcess(config, self.folder)
         # One side after the other: engines that start at once starve a small machine's Serve.
         self.service.start()
-        self._single = start_module(self.folder, "single", self._single_arguments(adapter))
-        wait_until_up(f"{self.single_url}/health", self._single, self.folder)
+        self._single = module(self.folder / "single.log", *self._single_arguments(adapter))
+        self._single.until_up(f"{self.single_url}/health")
 
     def check_single(self) -> None:
         """Raise RuntimeError, with the end of the log, if the single server has ended."""
-        if self._single.poll() is not None:
-            log = (self.folder / "single.log").read_text(errors="replace")
-            raise RuntimeError(f"the single server has ended, so its answers are missing:\n{log[-5000:]}")
+        if self._single.process.poll() is not None:
+            raise RuntimeError(f"the single server has ended, so its answers are missing:\n{self._single.said[-5000:]}")
 
     def stop(self) -> None:
         if hasattr(self, "_single"):
-            stop([self._single])
+            self._single.stop()
         if hasattr(self, "service"):
             self.service.stop()
 
     def _single_arguments(self, adapter: Path) -> list[str]:
         return [
-            "vllm.entrypoints.openai.api_server",
+            API_SERVER,
             *("--model", str(self.single_model), "--served-model-name", DEMO_SERVED_NAME),
             *("--host", "127.0.0.1", "--port", str(self._port), "--dtype", "float32", "--enforce-eager"),
             *(word for name, value in (ENGINE | SINGLE | self.frontend).items() for word in _option(name, value)),

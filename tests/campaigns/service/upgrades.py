@@ -23,8 +23,7 @@ import httpx
 from actors.rpc.protocol import NEWEST_VERSION
 from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from testing.facts import make_prompt
-from testing.ray_nodes import RayNode
-from testing.service_process import ROOT
+from testing.programs import ROOT, Program
 from tests.campaigns.runner import Report
 from tests.campaigns.service.cluster import Cluster
 from tests.campaigns.service.world import MODEL, REQUEST_S
@@ -74,7 +73,7 @@ def upgrade(report: Report, *, order: str = "turns", clients: int = 3, settle_s:
         os.chdir(ROOT)
 
 
-def _start(cluster: Cluster, role: str, **environment: str) -> RayNode:
+def _start(cluster: Cluster, role: str, **environment: str) -> Program:
     return cluster.nodes.start_worker(1, f"--labels=tandem/role={role}", **environment)
 
 
@@ -112,7 +111,7 @@ class Load:
 async def _upgrade(
     report: Report,
     cluster: Cluster,
-    old: dict[str, list[RayNode]],
+    old: dict[str, list[Program]],
     later: Path,
     turns: tuple[str, ...],
     clients: int,
@@ -144,7 +143,7 @@ async def _upgrade(
     report.check(share <= MOST_RECOMPUTED, f"decode computed {share:.1%} of the prompts")
 
 
-def _leave(node: RayNode) -> None:
+def _leave(node: Program) -> None:
     """Send SIGTERM to the node, and wait until its replica has moved and it has ended."""
     node.process.terminate()
     node.process.wait(LEFT_S)
