@@ -10,11 +10,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from connectors.protocol.wire import Cancel
 from tests.campaigns.protocol.automata import ExplorableConsumer, ExplorableProducer
 from tests.campaigns.protocol.states import DEAD, DUE, UNASKED, WAITING, Draft, Step
+from tests.campaigns.protocol.transfers import Scenario
 from tests.campaigns.protocol.world import World
 
 JUMP = ("tick", ())
@@ -23,6 +24,16 @@ JUMP = ("tick", ())
 
 class Events(World):
     """The events of one scenario."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        # Of messages, writes, prefill and decode ranks.
+        self._faults: tuple[tuple[tuple[str, Callable[..., None]], ...], ...] = (
+            (("drop", self.is_lost), ("double", self.arrives_and_stays)),
+            (("fail", self.write_fails), ("unposted", self.write_is_not_posted), ("hang", self.write_hangs)),
+            (("crash_prefill", self.prefill_dies),),
+            (("crash_decode", self.decode_dies),),
+        )
 
     def orderly(self, d: Draft) -> Iterator[Step]:
         """Yield the events that happen eventually without a further fault, the most urgent
@@ -85,16 +96,10 @@ class Events(World):
     def faults(self, d: Draft) -> Iterator[Step]:
         budget = d.budget
         sound = [write for write in d.writes if not write.failed and not write.hangs]
-        for subjects, kinds in (
-            (d.net, {"drop": self.is_lost, "double": self.arrives_and_stays}),
-            (sound, {"fail": self.write_fails, "unposted": self.write_is_not_posted, "hang": self.write_hangs}),
-            (d.prefills, {"crash_prefill": self.prefill_dies}),
-            (d.decodes, {"crash_decode": self.decode_dies}),
-        ):
-            for subject in subjects:
-                for name, then in kinds.items():
-                    if getattr(budget, name):
-                        yield self.fault, (name, then, subject)
+        for subjects, kinds in zip((d.net, sound, d.prefills, d.decodes), self._faults, strict=True):
+            for name, then in kinds:
+                if getattr(budget, name):
+                    yield from ((self.fault, (name, then, one)) for one in subjects)
         for c in d.decodes:
             if budget.refuse and d.b[c].connecting:
                 yield self.fault, ("refuse", self.connects, c, False)
