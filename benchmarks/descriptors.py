@@ -172,16 +172,15 @@ def measure(stretch: int, blocks: int, regions: int, page_bytes: int, rounds: in
     size = pool(blocks, stretch)
     times: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
     rng = np.random.default_rng(stretch)
-    with Pair(Bench) as pair:
-        consumer = pair.consumer.ask("new", page_bytes, size, regions)
-        per_pair = pair.producer.ask("new", page_bytes, size, regions, consumer)
+    with Pair(Bench, (page_bytes, size, regions)) as pair:
+        per_pair = pair.producer.made
         for _, way, counted in turns(list(times), rounds):
             ids = stretched(rng, blocks, stretch), stretched(rng, blocks, stretch)
-            took = pair.producer.ask(way, *ids, len(times[way]) < post_rounds)
+            took = pair.producer.call(way, *ids, len(times[way]) < post_rounds)
             if counted:
                 times[way].append(took)
             else:
-                assert pair.consumer.ask("digest", ids[1]) == pair.producer.ask("digest", ids[0]), way
+                assert pair.consumer.call("digest", ids[1]) == pair.producer.call("digest", ids[0]), way
     row: dict[str, Any] = {"stretch": stretch, "per_pair_ms": {k: 1e3 * v for k, v in per_pair.items()}}
     row["descriptors"] = {"ours": int(times["ours"][0]["descriptors"]), "upstream": blocks * regions}
     row["plan_ms"] = summary([1e3 * took["plan"] for took in times["ours"]])

@@ -1,52 +1,40 @@
-"""Pairs of engines, of which one runs at a time, and requests through both engines of a pair."""
+"""Pairs of engines, of which one runs at a time.
+
+An *arm* is a prefill and a decode engine with one connector. Requests alternate between the arms.
+The idle arm is stopped (SIGSTOP), because NIXL's progress threads, which vLLM's connector starts,
+spin when idle and would slow the other arm down.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import Any
 
-from vllm.config import KVTransferConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.namespace import Namespace
-from testing.engines import start_engine
-from testing.legs import Leg, leg
+from testing.engines import Answer, Pair, describe, start_engine
+from testing.hosts import Switch
 from testing.models import VOCABULARY
-from testing.processes import Arm, Processes, children, environment, own_cores, pin
-from testing.sequential_proxy import PRODUCE
+from testing.processes import Processes, children, environment, own_cores, pin
 
-MODULES = {
-    "TandemConnector": "connectors.vllm_hma.connector",
-    "TandemStoreConnector": "connectors.vllm_hma.store_connector",
-    "SlowDiskConnector": "benchmarks.slow_disk",
-}
 ROLES = ("kv_producer", "kv_consumer")
 REQUEST_S = 300.0
+PLAIN: dict[str, Any] = {"logprobs": None}
 
 Side = tuple[AsyncLLM, set[int]]
 """An engine and the ids of its processes."""
 
 
-def transfer_config(role: str, connector: str = "TandemConnector", **settings: Any) -> KVTransferConfig:
-    """Return the configuration of vLLM's or Tandem's connector; ``settings`` are Tandem's."""
-    return KVTransferConfig(
-        kv_connector=connector,
-        kv_connector_module_path=MODULES.get(connector),
-        kv_role=role,
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config=settings,
-    )
-
-
 def start_side(
     model: str,
-    transfer: KVTransferConfig | None,
-    prefill_host: Namespace | None = None,
+    role: str | None,
+    link: Switch | None = None,
     variables: dict[str, str] | None = None,
     tp_size: int = 1,
     pinned: bool = True,
@@ -54,81 +42,77 @@ def start_side(
 ) -> Side:
     """Start one engine.
 
-    ``prefill_host``  where prefill engines run; decode engines are at the other end of its link.
-                      None: shared memory
-    ``pinned``        pin decode to the last core, others to the cores before it; else to none
+    ``role``    None: without a connector
+    ``link``    between the hosts of prefill and decode engines, named by ROLES; None: shared memory
+    ``pinned``  pin decode to the last core, others to the cores before it; else to none
     """
     resource_tracker.ensure_running()  # not a process of the first engine
     before, cores = children(), own_cores()
-    decodes = transfer is not None and transfer.kv_role == "kv_consumer"
     with ExitStack() as stack:
-        stack.enter_context(environment({"UCX_TLS": "tcp,self"} if prefill_host else {}))
+        stack.enter_context(environment({"UCX_TLS": "tcp,self"} if link else {}))
         stack.enter_context(environment(variables or {}))
-        if prefill_host and not decodes:
-            stack.enter_context(prefill_host.entered())
-        engine = start_engine(model, tp_size, None, kv_transfer_config=transfer, **arguments)
+        if link is not None and role is not None:
+            stack.enter_context(link.hosts[role].entered())
+        engine = start_engine(model, tp_size, role, **arguments)
     pids = children() - before
     if pinned:
-        cores = cores[-1:] if decodes else cores[:-1] or cores
+        cores = cores[-1:] if role == "kv_consumer" else cores[:-1] or cores
     pin(pids, cores)
     return engine, pids
 
 
-def start_arms(
-    stack: ExitStack, names: Iterable[str], start: Callable[[str, str], Side], roles: Sequence[str] = ROLES[::-1]
-) -> dict[str, Arm]:
+@dataclass
+class Arm(Processes):
+    """A pair of engines with one connector, and the ids of all their processes."""
+
+    name: str
+    pair: Pair
+
+    async def together(
+        self, prompt: list[int], tokens: int, modes: tuple[str, str] = ("", ""), **produce: Any
+    ) -> Answer:
+        """Send both legs at once, as the router does.
+
+        ``modes``    beginning of each leg's request id
+        ``produce``  further parameters of the prefill leg
+        """
+        legs = [PLAIN | {"request_id": f"{mode}-{uuid.uuid4().hex}"} for mode in modes]
+        return await asyncio.wait_for(self.pair.together(prompt, tokens, *legs, **produce), REQUEST_S)
+
+    async def in_turn(self, prompt: list[int], tokens: int, **more: Any) -> Answer:
+        """Send the prefill leg, then the decode leg with its parameters, as public proxies do."""
+        return await asyncio.wait_for(self.pair.in_turn(prompt, tokens, more, PLAIN | more), REQUEST_S)
+
+    def shutdown(self) -> None:
+        self.wake()
+        self.pair.decode.shutdown()
+        self.pair.prefill.shutdown()
+
+
+async def start_arms(stack: ExitStack, names: Iterable[str], start: Callable[[str, str], Side]) -> dict[str, Arm]:
     """Start pairs, each engine by the pair's name and its role; they sleep, and end with the stack.
 
-    Unless ``roles`` has another order, decode engines start first: a process that has entered the
-    namespace keeps its /sys, where UCX looks for devices.
+    Pairs of Tandem know the address of their prefill engine.
     """
-    names, sides = list(names), {}
-    for role in roles:
-        for name in names:
-            sides[name, role] = engine, pids = start(name, role)
+    arms = {}
+    for name in names:
+        pids, engines = list[int](), list[AsyncLLM]()
+        for role in ROLES:
+            engine, own = start(name, role)
             stack.callback(engine.shutdown)
-            processes = Processes(sorted(pids))
+            processes = Processes(sorted(own))
             stack.callback(processes.wake)  # before the shutdown, which a stopped process would not see
             # Idle progress threads of vLLM's connector spin, and would take the next engine's core.
             processes.sleep()
-    both = {name: [sides[name, role] for role in ROLES] for name in names}
-    arms = {name: Arm(sorted(p[1] | d[1]), name, p[0], d[0]) for name, (p, d) in both.items()}
-    for arm in arms.values():
+            pids, engines = pids + processes.pids, [*engines, engine]
+        arm = arms[name] = Arm(pids, name, Pair(engines[0], engines[1], {}))
         stack.callback(arm.shutdown)  # both engines awake, because one that ends may wait for its peer
+        transfer = engines[0].vllm_config.kv_transfer_config
+        if transfer is not None and "Nixl" not in str(transfer.kv_connector):
+            with arm.awake():
+                arm.pair.address = await describe(engines[0])
     return arms
 
 
 def random_prompt(dice: random.Random, tokens: int) -> list[int]:
     return [dice.randrange(4, VOCABULARY) for _ in range(tokens)]
-
-
-async def together(
-    arm: Arm,
-    address: dict[str, Any],
-    prompt: list[int],
-    tokens: int,
-    modes: tuple[str, str] = ("", ""),
-    **produce: Any,
-) -> tuple[Leg, Leg]:
-    """Send both legs at once, as the router does.
-
-    ``address``  the prefill engine's answer to ``describe``
-    ``modes``    beginning of each leg's request id
-    ``produce``  further parameters of the prefill leg
-    """
-    transfer_id = uuid.uuid4().hex
-    ours = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-    first, second = (f"{mode}-{uuid.uuid4().hex}" for mode in modes)
-    legs = asyncio.gather(
-        leg(arm.prefill, prompt, 1, ours | produce, first),
-        leg(arm.decode, prompt, tokens, address | {"transfer_id": transfer_id}, second),
-    )
-    return await asyncio.wait_for(legs, REQUEST_S)
-
-
-async def in_turn(arm: Arm, prompt: list[int], tokens: int, request_id: str | None = None) -> tuple[Leg, Leg]:
-    """Send the prefill leg, then the decode leg with its parameters, as public proxies do."""
-    prefill = await asyncio.wait_for(leg(arm.prefill, prompt, 1, PRODUCE, request_id), REQUEST_S)
-    assert prefill.output.kv_transfer_params is not None
-    decode = leg(arm.decode, prompt, tokens, dict(prefill.output.kv_transfer_params), request_id)
-    return prefill, await asyncio.wait_for(decode, REQUEST_S)

@@ -1,8 +1,7 @@
 """Time to the first and second token over a slow link, compared with other deployments.
 
-The model and the namespaces are those of ``benchmarks.link``: prefill engines over the link run in
-a network namespace. Prefill engines have the first cores, decode engines the last one. Arms, in
-random order for each prompt length:
+The model and the hosts are those of ``benchmarks.link``. Prefill engines have the first cores,
+decode engines the last one. Arms, in random order for each prompt length:
 
 link    Tandem over the link; prefill samples the first token (``router.first_token: prefill``)
 decode  the same engines; decode samples the first token (``router.first_token: decode``)
@@ -24,20 +23,19 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.engines import in_turn, random_prompt, start_arms, start_side, together
-from benchmarks.link import ENGINE, SETTLES_S, start
-from benchmarks.namespace import Namespace, bits_a_second, namespace
+from benchmarks.engines import PLAIN, ROLES, Arm, random_prompt, start_arms, start_side
+from benchmarks.link import ENGINE, SETTLES_S, bits_a_second, start
 from benchmarks.report import ratios, spread, summary, turns, write
-from testing.engines import describe
-from testing.legs import leg
+from testing.engines import generate
+from testing.hosts import Switch, hosts
 from testing.models import SizedModel, wide_llama
-from testing.processes import Arm, Processes
+from testing.processes import Processes
 
 ARMS = ("link", "decode", "memory", "alone", "nixl")
 METHODS = ("stopped", "alive")
@@ -58,7 +56,7 @@ Times = dict[tuple[str, int, str], list[list[float]]]
 
 @dataclass
 class Bench:
-    """Engines of all arms, and the answers of Tandem's prefill engines to ``describe``.
+    """Engines of all arms.
 
     ``counts``  requests whose first token prefill sampled (``handed_over``), and those of them
                 whose first token decode did not repeat (``other_first_tokens``)
@@ -67,53 +65,50 @@ class Bench:
     pairs: dict[str, Arm]
     alone: AsyncLLM
     alone_processes: Processes
-    addresses: dict[str, dict[str, Any]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=lambda: Counter(handed_over=0, other_first_tokens=0))
 
     def processes(self, arm: str) -> Processes:
         return self.alone_processes if arm == "alone" else self.pairs["link" if arm == "decode" else arm]
 
-    async def token_at(self, arm: str, prompt: list[int]) -> list[float]:
+    async def token_at(self, arm: str, prompt: list[int]) -> tuple[float, ...]:
         """Send one request; return the monotonic time of each token."""
         if arm == "alone":
-            return (await leg(self.alone, prompt, TOKENS, None)).token_at
+            return (await generate(self.alone, prompt, TOKENS, **PLAIN)).token_at
         if arm == "nixl":
-            return (await in_turn(self.pairs[arm], prompt, TOKENS))[1].token_at
-        name = "link" if arm == "decode" else arm
-        address = dict(self.addresses[name])
-        multiple = address.pop("first_token_multiple")
+            return (await self.pairs[arm].in_turn(prompt, TOKENS)).token_at
+        pair = self.pairs["link" if arm == "decode" else arm]
+        known = pair.pair.address
+        address = {key: value for key, value in known.items() if key != "first_token_multiple"}
+        if arm != "decode":
+            address["prompt_multiple"] = known["first_token_multiple"]
+        pair = replace(pair, pair=replace(pair.pair, address=address))
         if arm == "decode":
-            return (await together(self.pairs[name], address, prompt, TOKENS))[1].token_at
-        address["prompt_multiple"] = multiple
-        prefill, decode = await together(self.pairs[name], address, prompt, TOKENS, first_token=True)
-        first, found = (list(one.output.outputs[0].token_ids) for one in (prefill, decode))
+            return (await pair.together(prompt, TOKENS)).token_at
+        decode = await pair.together(prompt, TOKENS, first_token=True)
         self.counts["handed_over"] += 1
-        self.counts["other_first_tokens"] += first[0] != found[0]
-        return [min(prefill.first_token_at, decode.token_at[0]), *decode.token_at[1:]]
+        self.counts["other_first_tokens"] += decode.prefill.tokens[0] != decode.tokens[0]
+        return min(decode.prefill.token_at[0], decode.token_at[0]), *decode.token_at[1:]
 
 
-def start_all(stack: ExitStack, model: str, prefill_host: Namespace) -> Bench:
+async def start_all(stack: ExitStack, model: str, link: Switch) -> Bench:
     """Start all engines, asleep; they end with the stack."""
-    places = {"memory": ("tandem", None), "link": ("tandem", prefill_host), "nixl": ("pull", prefill_host)}
+    places = {"memory": ("tandem", None), "link": ("tandem", link), "nixl": ("pull", link)}
     alone, pids = start_side(model, None, **ENGINE)
     processes = Processes(sorted(pids))
     stack.callback(alone.shutdown)
     stack.callback(processes.wake)
     processes.sleep()
 
-    pairs = start_arms(stack, places, lambda name, role: start(places[name][0], role, model, places[name][1]))
+    pairs = await start_arms(stack, places, lambda name, role: start(places[name][0], role, model, places[name][1]))
     return Bench(pairs, alone, processes)
 
 
 async def measure(
-    model: SizedModel, prefill_host: Namespace, requests: int, lengths: tuple[int, ...], methods: tuple[str, ...]
+    model: SizedModel, link: Switch, requests: int, lengths: tuple[int, ...], methods: tuple[str, ...]
 ) -> tuple[Times, dict[str, int]]:
     dice, found = random.Random(0), defaultdict(list)
     with ExitStack() as stack:
-        bench = start_all(stack, model.path, prefill_host)
-        for name in ("link", "memory"):
-            with bench.pairs[name].awake():
-                bench.addresses[name] = await describe(bench.pairs[name].prefill)
+        bench = await start_all(stack, model.path, link)
         for method in methods:
             alive = {arm for arm in ARMS if method == "alive" and arm != "nixl"}
             for arm in alive:
@@ -146,9 +141,9 @@ def main(
         raise SystemExit(f"REQUESTS={requests}: quartiles need at least 2")
     if not set(methods) <= set(METHODS):
         raise SystemExit(f"METHODS={','.join(methods)}: write names of {', '.join(METHODS)}, separated by commas")
-    with tempfile.TemporaryDirectory() as folder, namespace(rate) as prefill_host:
+    with tempfile.TemporaryDirectory() as folder, hosts(ROLES, rate) as link:
         model = wide_llama(Path(folder) / "model")
-        found, counts = asyncio.run(measure(model, prefill_host, requests, lengths, methods))
+        found, counts = asyncio.run(measure(model, link, requests, lengths, methods))
     rows = []
     print(f"method   tokens  link ms   token    ms of {', '.join(ARMS)}; ratios (quartiles)")
     for method, length in ((method, length) for method in methods for length in lengths):

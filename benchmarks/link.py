@@ -1,11 +1,11 @@
 """TTFT over a slow link: Tandem's streaming, the same transfer as a whole, and vLLM's
 NixlConnector.
 
-Two hosts on one machine: prefill engines run in a network namespace and decode engines outside it.
-KV travels over TCP through a link with RATE; with an empty rate, over shared memory without
-namespaces. The model has much KV and little computation, so that a prompt's prefill takes about as
-long as its transfer; ``MODEL=hybrid`` is that of ``benchmarks.handover``. Four arms, interleaved
-request by request, with the other arms' processes stopped:
+Prefill and decode engines run on two hosts of one machine (``testing.hosts``). KV travels over TCP
+through a link with RATE; with an empty rate, over shared memory on one host. The model has much KV
+and little computation, so that a prompt's prefill takes about as long as its transfer;
+``MODEL=hybrid`` is that of ``benchmarks.handover``. Four arms, interleaved request by request, with
+the other arms' processes stopped:
 
 tandem  both legs at once; chunks are sent while the next ones are computed
 whole   the same engines; decode requests KV after the end of prefill, as with public proxies
@@ -22,22 +22,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import tempfile
 import time
 import uuid
 from collections import defaultdict
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import ROLES, Side, in_turn, random_prompt, start_arms, start_side, together, transfer_config
-from benchmarks.handover import ideal_bytes
-from benchmarks.namespace import Namespace, bits_a_second, namespace
+from benchmarks.engines import PLAIN, ROLES, Arm, Side, random_prompt, start_arms, start_side
 from benchmarks.report import ratios, spread, summary, turns, write
-from testing.engines import describe
-from testing.legs import Leg, leg
-from testing.models import SizedModel, benchmark_gemma3, wide_llama
-from testing.processes import Arm
+from testing.engines import Answer, generate
+from testing.hosts import Switch, hosts
+from testing.models import WINDOW_TOKENS, SizedModel, benchmark_gemma3, wide_llama
 from testing.sequential_proxy import PRODUCE
 
 ARMS = ("tandem", "whole", "pull", "push")
@@ -50,39 +49,52 @@ SETTLES_S = 0.3
 """Pause after a request in which its blocks are freed, before its arm is stopped."""
 
 
-def start(connector: str, role: str, model: str, prefill_host: Namespace | None, streaming: str = "auto") -> Side:
+def start(connector: str, role: str, model: str, link: Switch | None, streaming: str = "auto") -> Side:
     number = 10 * list(CONNECTORS).index(connector) + 1 - ROLES.index(role)
     variables = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(NIXL_FIRST_PORT + number)}
     settings = {"streaming": streaming}
-    if prefill_host is not None:
-        settings["side_channel_host"] = prefill_host.address_of(role)
-        variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = prefill_host.address_of(role)
-    transfer = transfer_config(role, CONNECTORS[connector], **(settings if connector == "tandem" else {}))
-    return start_side(model, transfer, prefill_host, variables, **ENGINE)
+    if link is not None:
+        settings["side_channel_host"] = variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = link.hosts[role].address
+    own = {"connector": CONNECTORS[connector], "transfer": settings if connector == "tandem" else {}}
+    return start_side(model, role, link, variables, **ENGINE | own)
 
 
-async def address_of(arm: Arm) -> dict[str, Any]:
-    """Return the address of a prefill engine, from its own answer."""
+def ideal_bytes(model: dict[str, int], tokens: int) -> int:
+    """Return the bytes of KV that decode needs to continue after ``tokens`` prompt tokens."""
+    window = min(tokens, WINDOW_TOKENS)
+    return model["token_bytes_a_layer"] * (model["full_layers"] * tokens + model.get("sliding_layers", 0) * window)
+
+
+def bits_a_second(rate: str) -> float:
+    """Parse ``800mbit``, in tc's notation. Raises SystemExit for other notations."""
+    match = re.fullmatch(r"(\d+)(k|m|g)bit", rate)
+    if match is None:
+        raise SystemExit(f"rate {rate!r}: write a number and kbit, mbit or gbit, as for tc")
+    return int(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+async def connect(arm: Arm) -> None:
+    """Send a request, whose prefill answer has the address of vLLM's connector."""
     with arm.awake():
-        if arm.name == "tandem":
-            return await describe(arm.prefill)
-        # This request also connects the engines; push matches its legs by their id.
-        prefill, _ = await in_turn(arm, [3] * 40, 1, uuid.uuid4().hex if arm.name == "push" else None)
-        return dict(prefill.output.kv_transfer_params or {})
+        # Push matches its legs by their id.
+        answer = await arm.in_turn([3] * 40, 1, request_id=uuid.uuid4().hex)
+        arm.pair.address = dict(answer.prefill.transfer)
 
 
-async def pushed(arm: Arm, address: dict[str, Any], prompt: list[int]) -> tuple[Leg, Leg]:
+async def pushed(arm: Arm, prompt: list[int]) -> Answer:
     """Send both legs at once with one request id, by which this connector finds the blocks."""
-    request_id = uuid.uuid4().hex
-    consume = address | {"remote_request_id": request_id}
-    return await asyncio.gather(
-        leg(arm.prefill, prompt, 1, PRODUCE, request_id), leg(arm.decode, prompt, DECODE_TOKENS, consume, request_id)
+    one: dict[str, Any] = PLAIN | {"request_id": uuid.uuid4().hex}
+    consume = arm.pair.address | {"remote_request_id": one["request_id"]}
+    prefill, decode = await asyncio.gather(
+        generate(arm.pair.prefill, prompt, 1, PRODUCE, **one),
+        generate(arm.pair.decode, prompt, DECODE_TOKENS, consume, **one),
     )
+    return replace(decode, prefill=prefill)
 
 
 async def measure(
     model: SizedModel,
-    prefill_host: Namespace | None,
+    link: Switch | None,
     lengths: tuple[int, ...],
     names: tuple[str, ...],
     requests: int,
@@ -93,22 +105,22 @@ async def measure(
     found: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     engines = [name for name in CONNECTORS if name in names]
     with ExitStack() as stack:
-        arms = start_arms(stack, engines, lambda name, role: start(name, role, model.path, prefill_host, streaming))
-        addresses = {name: await address_of(arm) for name, arm in arms.items()}
+        arms = await start_arms(stack, engines, lambda name, role: start(name, role, model.path, link, streaming))
+        for name in engines:
+            if name != "tandem":
+                await connect(arms[name])
         for tokens, name, counted in turns(names, requests, lengths):
             arm, prompt = arms["tandem" if name == "whole" else name], random_prompt(dice, tokens)
             with arm.awake():
                 started = time.monotonic()
                 if name == "tandem":
-                    sent = together(arm, addresses[name], prompt, DECODE_TOKENS)
-                elif name == "push":
-                    sent = pushed(arm, addresses[name], prompt)
+                    sent = arm.together(prompt, DECODE_TOKENS)
                 else:
-                    sent = in_turn(arm, prompt, DECODE_TOKENS)
-                prefill, decode = await asyncio.wait_for(sent, 120)
+                    sent = pushed(arm, prompt) if name == "push" else arm.in_turn(prompt, DECODE_TOKENS)
+                answer = await asyncio.wait_for(sent, 120)
                 await asyncio.sleep(SETTLES_S)
             if counted:
-                times = decode.first_token_at - started, prefill.first_token_at - started
+                times = answer.token_at[0] - started, answer.prefill.token_at[0] - started
                 found[tokens, name].append((1e3 * times[0], 1e3 * times[1]))
     return found
 
@@ -126,9 +138,9 @@ def main(
         raise SystemExit(f"ARMS={','.join(arms)}: write tandem, then whole or pull, and others of {', '.join(ARMS)}")
     bits = bits_a_second(rate) if rate else float("inf")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        prefill_host = stack.enter_context(namespace(rate)) if rate else None
+        link = stack.enter_context(hosts(ROLES, rate)) if rate else None
         made = MODELS[model](Path(folder) / "model")
-        found = asyncio.run(measure(made, prefill_host, lengths, arms, requests, streaming))
+        found = asyncio.run(measure(made, link, lengths, arms, requests, streaming))
     print(f"tokens    MB  prefill ms  link ms   TTFT ms of {', '.join(arms)}; of tandem over {', '.join(arms[1:])}")
     rows = []
     for tokens in lengths:

@@ -1,17 +1,13 @@
 """A producer and a consumer process on one fabric, for benchmarks of the layers below vLLM.
 
-Both run NIXL agents as the connector's workers do. The parent sends each process one command at a
-time, so several pairs (of different settings) can alternate on one machine.
+Both run NIXL agents as the connector's workers do.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -19,17 +15,15 @@ import xxhash
 
 from connectors.planning.blocks import Ints
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
+from testing.remote import Remote
 
 HOST = MemoryKind("DRAM", 0)
-ANSWER_S = 600.0
-REST_S = 0.001
-
 
 FABRICS = {
-    "shared memory": {"UCX_NET_DEVICES": "lo"},
-    "TCP loopback": {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"},
+    "shm": {"UCX_NET_DEVICES": "lo"},
+    "tcp": {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"},
 }
-"""Variables of UCX by the fabric's name."""
+"""Variables of UCX for shared memory and TCP loopback."""
 
 
 class Side:
@@ -80,7 +74,7 @@ class Target(Side):
     """Consumer's end: does what an idle worker's progress thread does during a transfer."""
 
     def __init__(self, *shape: int) -> None:
-        super().__init__(f"consumer-{os.getpid()}-{shape[0]}", *shape)
+        super().__init__(f"consumer-{os.getpid()}", *shape)
         self.made = self.transport.metadata(), self.layout
 
     def idle(self) -> None:
@@ -93,69 +87,17 @@ class Target(Side):
         return found
 
 
-def work(make: Callable[..., Any], rest_s: float, pipe: Connection, environment: Mapping[str, str]) -> None:
-    """Run one process: ``new`` creates its end and answers with ``end.made``; other commands are
-    the end's methods. Between commands call its ``idle``, if it has one, every ``rest_s``.
-    """
-    # before the import of NIXL, which reads them
-    os.environ.update(environment)
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    end: Any = None
-    while True:
-        if hasattr(end, "idle") and not pipe.poll(rest_s):
-            end.idle()
-            continue
-        word, *arguments = pipe.recv()
-        if word in ("new", "stop") and end is not None:
-            end.close()
-            end = None
-        if word == "stop":
-            return
-        if word == "new":
-            end = make(*arguments)
-            pipe.send(end.made)
-        else:
-            pipe.send(getattr(end, word)(*arguments))
-
-
-class End:
-    """A process that makes an end and answers commands."""
-
-    def __init__(self, make: Callable[..., Any], rest_s: float, environment: Mapping[str, str]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=work, args=(make, rest_s, theirs, environment))
-        self._process.start()
-
-    def ask(self, *command: Any) -> Any:
-        """Return the answer to a command."""
-        self._pipe.send(command)
-        if not self._pipe.poll(ANSWER_S):
-            raise TimeoutError(f"{command[0]} took longer than {ANSWER_S:g} s")
-        try:
-            return self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"a process of the pair ended during {command[0]!r}") from None
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._pipe.send(("stop",))
-        self._process.join(20)
-        self._process.kill()
-
-
 class Pair:
-    """Two processes; ``make``, which can be pickled, creates the producer's end."""
+    """A producer and a consumer process with caches of one shape: see ``Side``.
 
-    def __init__(
-        self,
-        make: Callable[..., Any],
-        fabric: str = "shared memory",
-        environment: Mapping[str, str] | None = None,
-        rest_s: float = REST_S,
-    ) -> None:
-        variables = FABRICS[fabric] | dict(environment or {})
-        self.producer, self.consumer = (End(one, rest_s, variables) for one in (make, Target))
+    ``make``  creates the producer's end from the shape, other arguments, and ``Target.made``
+    """
+
+    def __init__(self, make: Callable[..., Any], shape: tuple[int, ...], *arguments: Any, fabric: str = "shm") -> None:
+        # NIXL reads them when it is imported.
+        variables = {"NIXL_LOG_LEVEL": "ERROR"} | FABRICS[fabric]
+        self.consumer = Remote(Target, *shape, environment=variables)
+        self.producer = Remote(make, *shape, *arguments, self.consumer.made, environment=variables)
 
     def __enter__(self) -> Pair:
         return self

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import tempfile
 import time
 from collections import defaultdict
@@ -42,10 +41,11 @@ from benchmarks.router.arms import start_vllm_router
 from testing.models import benchmark_gemma3
 from testing.ports import free_port
 from testing.processes import Processes, free_cores
+from testing.programs import Program, stop
 from testing.ray_llm import start as start_ray_llm
 from testing.sequential_proxy import PRODUCE
+from testing.servers import start_vllm
 from testing.service_process import ServiceProcess, write_config
-from testing.vllm_server import start_vllm, stop, wait_until_up
 
 ANSWER_TOKENS = 8
 ENGINE = {
@@ -108,9 +108,8 @@ def start_ray_llms(stack: ExitStack, folder: Path, model: str, connectors: dict[
         peer, url = start_ray_llm(
             folder, model, ENGINE | {"dtype": "float32", "enforce_eager": True}, {"kv_connector": connector}
         )
-        stack.callback(stop, [peer])
-        rays = engines(psutil.Process(peer.pid).children(recursive=True))
-        sides[name] = asleep(stack, rays), through_router(url)
+        stack.callback(peer.stop)
+        sides[name] = asleep(stack, engines(peer.family())), through_router(url)
     return sides
 
 
@@ -123,23 +122,22 @@ def start_sides(stack: ExitStack, folder: Path, model: str, vllm_router: str, ra
     stack.callback(service.stop)
     sides = {"tandem": (asleep(stack, engines(service.processes())), through_router(service.url))}
 
-    servers: list[subprocess.Popen[bytes]] = []
+    servers: list[Program] = []
     stack.callback(stop, servers)
     urls = []
     for number, role in enumerate(("kv_producer", "kv_consumer")):
         transfer = {"kv_connector": "NixlConnector", "kv_role": role}
         side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + 10 * number)}
         port = free_port()
-        servers.append(start_vllm(folder, role, model, port, transfer, side_channel))
+        servers.append(start_vllm(folder / f"{role}.log", model, port, transfer, side_channel))
         urls.append(f"http://127.0.0.1:{port}")
     for url, server in zip(urls, servers, strict=True):
-        wait_until_up(f"{url}/health", server, folder)
+        server.until_up(f"{url}/health")
     router_url = ""
     if vllm_router:
         router, router_url = start_vllm_router(vllm_router, folder, *urls)
         servers.append(router)
-    family = [psutil.Process(server.pid) for server in servers]
-    theirs = asleep(stack, [one for each in family for one in (each, *each.children(recursive=True))])
+    theirs = asleep(stack, [one for server in servers for one in server.family()])
     sides["nixl"] = theirs, through_nixl(*urls)
     if vllm_router:
         sides["vllm-router"] = theirs, through_router(router_url)

@@ -5,9 +5,8 @@
     storing    TTFT and seconds per answer of an engine that stores and never loads, compared with
                an engine without a connector. Requests alternate between the engines
     bandwidth  one thread reads and verifies objects. The memory tier is measured in CPU time,
-               because its reads never wait. It is compared with memcpy, and with reads of the same
-               files without a digest. The disk tier is compared with a plain sequential read; its
-               files are dropped from the page cache before each read
+               because its reads never wait. It is compared with memcpy. The disk tier is compared
+               with a plain sequential read; its files leave the page cache before each read
     conversation  TTFT of a conversation's eighth turn through a prefill and a decode engine,
                compared with the same pair without a store (``store_conversation.py``)
 
@@ -36,12 +35,12 @@ from typing import Any
 import numpy as np
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.engines import random_prompt, start_side, transfer_config
+from benchmarks.engines import PLAIN, random_prompt, start_side
 from benchmarks.report import ratios, read, summary, turns, write
 from benchmarks.store_conversation import conversation
 from connectors.store.keys.names import ObjectName
 from connectors.store.tiers.folder import FolderTier
-from testing.legs import Leg, leg
+from testing.engines import Answer, generate
 from testing.models import benchmark_gemma3
 
 EVERY = ("restart", "storing", "bandwidth", "conversation")
@@ -54,13 +53,10 @@ PAUSE_S = 0.4
 @asynccontextmanager
 async def engine(model: str, path: Path | None) -> AsyncIterator[AsyncLLM]:
     """Run an engine, without a store if ``path`` is None; kill its processes at the end."""
-    transfer = None
-    if path is not None:
-        store = {"path": str(path), "disk_gib": 4.0, "chunk_tokens": CHUNK, "staging_mib": 256}
-        transfer = transfer_config("kv_both", "TandemStoreConnector", store=store)
-    found, pids = start_side(
-        model, transfer, pinned=False, max_num_batched_tokens=CHUNK, max_num_seqs=4, enable_prefix_caching=False
-    )
+    store = {"path": str(path), "disk_gib": 4.0, "chunk_tokens": CHUNK, "staging_mib": 256}
+    own: dict[str, Any] = {"connector": "TandemStoreConnector", "transfer": {"store": store}}
+    own |= {"max_num_batched_tokens": CHUNK, "max_num_seqs": 4, "enable_prefix_caching": False}
+    found, pids = start_side(model, "kv_both" if path else None, pinned=False, **own)
     try:
         yield found
     finally:
@@ -69,11 +65,11 @@ async def engine(model: str, path: Path | None) -> AsyncIterator[AsyncLLM]:
         found.shutdown()
 
 
-async def ask(llm: AsyncLLM, prompt: list[int]) -> tuple[Leg, float, float]:
+async def ask(llm: AsyncLLM, prompt: list[int]) -> tuple[Answer, float, float]:
     """Send a prompt; return the answer, and the seconds to its first token and to its end."""
     began = time.monotonic()
-    found = await leg(llm, prompt, ANSWER_TOKENS, None)
-    times = found.first_token_at - began, time.monotonic() - began
+    found = await generate(llm, prompt, ANSWER_TOKENS, **PLAIN)
+    times = found.token_at[0] - began, time.monotonic() - began
     await asyncio.sleep(PAUSE_S)
     return found, *times
 
@@ -94,7 +90,7 @@ async def restart(model: str, folder: Path, count: int) -> dict[str, Any]:
         for _, kind, _ in turns(("warm", "cold"), count, warm_up=0):
             prompt = stored[len(times[kind])] if kind == "warm" else random_prompt(dice, PROMPT_TOKENS)
             found, ttft_s, _ = await ask(llm, prompt)
-            cached[kind].append(found.output.num_cached_tokens or 0)
+            cached[kind].append(found.cached_tokens or 0)
             times[kind].append(ttft_s)
     assert not any(cached["cold"]), "the store has objects of the new prompts"
     row: dict[str, Any] = {f"{kind}_s": summary(values) for kind, values in times.items()}
@@ -156,9 +152,7 @@ def bandwidth(folder: Path, memory_folder: Path, rounds: int) -> dict[str, Any]:
                 for name in names:
                     tier.read(name, target)
 
-            runs: dict[str, Callable[[], None]] = {"store": loaded, "plain": read}
-            if label == "memory":
-                runs = {"store": loaded, "plain": copied, "unverified": read}
+            runs: dict[str, Callable[[], None]] = {"store": loaded, "plain": copied if label == "memory" else read}
             clock = time.thread_time if label == "memory" else time.monotonic
             speeds: dict[str, list[float]] = {kind: [] for kind in runs}
             for _, kind, counted in turns(list(runs), rounds):
@@ -171,8 +165,6 @@ def bandwidth(folder: Path, memory_folder: Path, rounds: int) -> dict[str, Any]:
                     speeds[kind].append(OBJECT_BYTES * OBJECTS / taken / 1e9)
             found[label] = {f"{kind}_gb_per_s": summary(each) for kind, each in speeds.items()}
             found[label]["ratio"] = ratios(speeds["store"], speeds["plain"])
-            if "unverified" in speeds:
-                found[label]["unverified_ratio"] = ratios(speeds["unverified"], speeds["plain"])
     return found
 
 

@@ -1,10 +1,10 @@
 """TTFT of prompts with a stored prefix over links and disks of several rates, by decision.
 
-Prefill engines run in a network namespace, decode engines outside of it (``benchmarks.link``). Each
-engine has a store of its own with the first 768 of a prompt's 968 tokens, on a disk whose reads are
-limited to a rate in MB/s (``benchmarks.slow_disk``; DISKS from fast to slow). Two pairs: in one the
-store decides, in the other each request has a fixed decision. Requests are interleaved, with the
-other pair's processes stopped:
+Prefill and decode engines run on two hosts (``benchmarks.link``). Each engine has a store of its
+own with the first 768 of a prompt's 968 tokens, on a disk whose reads are limited to a rate in MB/s
+(``benchmarks.slow_disk``; DISKS from fast to slow). Two pairs: in one the store decides, in the
+other each request has a fixed decision. Requests are interleaved, with the other pair's processes
+stopped:
 
     transfer          prefill computes the prompt and sends its KV
     prefill loads     prefill loads the prefix, computes the rest and sends all KV
@@ -24,26 +24,23 @@ before it is measured. TTFT is a client's, without router and HTTP.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import random
 import tempfile
 import time
 import uuid
 from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import Side, random_prompt, start_arms, start_side, together, transfer_config
-from benchmarks.link import SETTLES_S
-from benchmarks.namespace import Namespace, bits_a_second, namespace
+from benchmarks.engines import PLAIN, ROLES, Arm, Side, random_prompt, start_arms, start_side
+from benchmarks.link import SETTLES_S, bits_a_second
 from benchmarks.report import spread, summary, turns, write
 from benchmarks.slow_disk import RATE_VARIABLE
-from testing.engines import describe
-from testing.legs import leg
+from testing.engines import generate
+from testing.hosts import Switch, hosts
 from testing.models import wide_llama
-from testing.processes import Arm, environment
+from testing.processes import environment
 
 CHUNK, STORED_TOKENS, NEW_TOKENS, PROMPTS = 256, 768, 200, 2
 WARM_UP = 8
@@ -65,26 +62,24 @@ AUTOMATIC = ("auto", "auto local")
 DECISIONS = {decision: modes for kind in KINDS.values() for decision, modes in kind.items()}
 
 
-def start_store_side(role: str, model: str, place: Namespace, folder: Path) -> Side:
+def start_store_side(role: str, model: str, link: Switch, folder: Path) -> Side:
     store = {"path": str(folder / role), "disk_gib": 4.0, "chunk_tokens": CHUNK, "lookup_s": 0.2, "load_s": 30.0}
-    address = place.address_of(role)
-    transfer = transfer_config(role, "SlowDiskConnector", side_channel_host=address, store=store)
-    return start_side(model, transfer, place, max_num_batched_tokens=CHUNK, num_gpu_blocks_override=256)
+    transfer = {"side_channel_host": link.hosts[role].address, "store": store}
+    engine: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "num_gpu_blocks_override": 256}
+    return start_side(model, role, link, connector="SlowDiskConnector", transfer=transfer, **engine)
 
 
 class Bench:
-    """Both pairs with the addresses of their prefill engines, and a file with the disks' rate."""
+    """Both pairs, and a file with the disks' rate."""
 
     def __init__(self, pairs: dict[str, Arm], rate: Path) -> None:
         self._pairs, self._rate = pairs, rate
-        self._addresses: dict[str, dict[str, Any]] = {}
         self._dice = random.Random(0)
         self._prefixes = [random_prompt(self._dice, STORED_TOKENS) for _ in range(PROMPTS)]
 
     async def fill(self) -> None:
         for name, pair in self._pairs.items():
             with pair.awake():
-                self._addresses[name] = await describe(pair.prefill)
                 for prefix in self._prefixes:
                     for decision in ("auto local", "auto"):
                         await self._ttft_ms(name, decision, [*prefix, 3])
@@ -101,11 +96,11 @@ class Bench:
         modes, pair = DECISIONS[decision], self._pairs[name]
         began = time.monotonic()
         if isinstance(modes, str):
-            decode = await leg(pair.decode, prompt, 1, None, f"{modes}-{uuid.uuid4().hex}")
+            answer = await generate(pair.pair.decode, prompt, 1, request_id=f"{modes}-{uuid.uuid4().hex}", **PLAIN)
         else:
-            _, decode = await together(pair, self._addresses[name], prompt, 1, modes)
+            answer = await pair.together(prompt, 1, modes)
         await asyncio.sleep(SETTLES_S)
-        return 1e3 * (decode.first_token_at - began)
+        return 1e3 * (answer.token_at[0] - began)
 
     async def cell(self, disk_mb_s: float, rounds: int) -> dict[str, Any]:
         """Measure all decisions with one disk rate."""
@@ -131,29 +126,21 @@ class Bench:
         return row
 
 
-async def measure(link: str, model: str, folder: Path, disks: tuple[float, ...], rounds: int) -> list[dict[str, Any]]:
+async def measure(rate: str, model: str, folder: Path, disks: tuple[float, ...], rounds: int) -> list[dict[str, Any]]:
     rows = []
-    rate = folder / f"rate-{link}"
-    rate.write_text(FAST_DISK)
-    with environment({RATE_VARIABLE: str(rate)}), namespace(link) as place, ExitStack() as stack:
+    disk_rate = folder / f"rate-{rate}"
+    disk_rate.write_text(FAST_DISK)
+    with environment({RATE_VARIABLE: str(disk_rate)}), hosts(ROLES, rate) as link, ExitStack() as stack:
 
         def start(name: str, role: str) -> Side:
-            return start_store_side(role, model, place, folder / link / name)
+            return start_store_side(role, model, link, folder / rate / name)
 
-        bench = Bench(start_arms(stack, ("auto", "fixed"), start), rate)
+        bench = Bench(await start_arms(stack, ("auto", "fixed"), start), disk_rate)
         await bench.fill()
         for disk in disks:
-            rows.append({"link": link, **await bench.cell(disk, rounds)})
+            rows.append({"link": rate, **await bench.cell(disk, rounds)})
             show(rows[-1])
     return rows
-
-
-def measure_link(*arguments: Any) -> list[dict[str, Any]]:
-    """Measure one link in a process of its own, which can enter only one namespace.
-
-    Its /sys stays that of the namespace (``Namespace.entered``).
-    """
-    return asyncio.run(measure(*arguments))
 
 
 def show(row: dict[str, Any]) -> None:
@@ -179,9 +166,7 @@ def main(
         token_bytes = model.shape["token_bytes_a_layer"] * model.shape["full_layers"]
         document: dict[str, Any] = {"rounds": rounds, "stored_bytes": STORED_TOKENS * token_bytes, "rows": []}
         for link in links:
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                task = process.submit(measure_link, link, model.path, Path(folder), disks, rounds)
-                document["rows"] += task.result()
+            document["rows"] += asyncio.run(measure(link, model.path, Path(folder), disks, rounds))
     regrets = [row[kind]["regret"] for row in document["rows"] for kind in KINDS]
     document["mean_regret"], document["largest_regret"] = sum(regrets) / len(regrets), max(regrets)
     print(f"regret: mean {document['mean_regret']:.3f}, largest {document['largest_regret']:.3f}")

@@ -24,10 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import Side, random_prompt, start_arms, start_side, together, transfer_config
+from benchmarks.engines import Arm, Side, random_prompt, start_arms, start_side
 from benchmarks.report import ratios, summary
-from testing.engines import describe
-from testing.processes import Arm
 
 TURNS, NEW_TOKENS, ANSWER_TOKENS = 8, 150, 200
 LAST_ANSWER_TOKENS = 8
@@ -57,16 +55,15 @@ class Conversations:
     """An arm and its conversations of one series."""
 
     arm: Arm
-    address: dict[str, Any]
     conversations: list[Conversation] = field(default_factory=list)
 
     async def take_turn(self, each: Conversation, new: list[int], answer_tokens: int) -> None:
         """Send a turn of one conversation. The arm must be awake."""
         prompt = each.tokens + new
         began = time.monotonic()
-        prefill, decode = await together(self.arm, self.address, prompt, answer_tokens)
-        each.tokens = prompt + list(decode.output.outputs[0].token_ids)
-        each.ttft_s, each.cached = decode.first_token_at - began, prefill.output.num_cached_tokens or 0
+        answer = await self.arm.together(prompt, answer_tokens)
+        each.tokens = [*prompt, *answer.tokens]
+        each.ttft_s, each.cached = answer.token_at[0] - began, answer.prefill.cached_tokens or 0
 
     async def take_turns(self, news: list[list[list[int]]]) -> None:
         """Start new conversations and take all their turns except the last, concurrently.
@@ -90,7 +87,7 @@ class Conversations:
     async def _empty_caches(self) -> None:
         """Empty both prefix caches, as soon as the last request's blocks are free."""
         latest = time.monotonic() + RESET_S
-        for engine in (self.arm.prefill, self.arm.decode):
+        for engine in (self.arm.pair.prefill, self.arm.pair.decode):
             while not await engine.reset_prefix_cache():
                 assert time.monotonic() < latest, "a request still holds blocks"
                 await asyncio.sleep(0.05)
@@ -124,12 +121,9 @@ async def conversation(model: str, folder: Path, count: int) -> dict[str, Any]:
     engine |= {"enable_prefix_caching": True, "num_gpu_blocks_override": count * CONVERSATION_BLOCKS}
 
     def start(name: str, role: str) -> Side:
-        transfer = transfer_config(role, **(settings if name == "store" else {}))
-        return start_side(model, transfer, pinned=False, **engine)
+        return start_side(model, role, pinned=False, transfer=settings if name == "store" else {}, **engine)
 
-    sides = {}
     with ExitStack() as stack:
-        for name, arm in start_arms(stack, ("store", "none"), start).items():
-            with arm.awake():
-                sides[name] = Conversations(arm, await describe(arm.prefill))
+        arms = await start_arms(stack, ("store", "none"), start)
+        sides = {name: Conversations(arm) for name, arm in arms.items()}
         return {label: await series(sides, count, label == "evicted", dice) for label in ("evicted", "kept")}

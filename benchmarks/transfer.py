@@ -11,10 +11,7 @@ memcpy  libc's memmove of the same list inside the producer, in a compiled loop
 
 Ratios are speeds. Ours over raw is our cost; the other two are the cost of the transport. Each
 ratio is that of the medians, then the quartiles of paired rounds, then in square brackets that of
-the best of each, which a busy machine disturbs least. RUNS are in KiB. With several SETTINGS
-(``UCX_A=1 rest_ms=2;UCX_A=2``: environment variables of both processes, and the consumer's pause
-between polls for messages) every round measures one pair for each, and ``over_first`` compares
-them.
+the best of each, which a busy machine disturbs least. RUNS are in KiB.
 """
 
 from __future__ import annotations
@@ -23,14 +20,12 @@ import ctypes
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from itertools import product
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from benchmarks.pair import HOST, REST_S, Agent, Pair, Side
+from benchmarks.pair import HOST, Agent, Pair, Side
 from benchmarks.report import ratios, spread, summary, turns, write
 from connectors.planning.blocks import Ints
 from connectors.planning.descriptors import Moves, build_runs
@@ -38,7 +33,6 @@ from connectors.planning.plan import plan_pair
 
 LAYERS = 8
 ARMS = ("ours", "raw", "memcpy")
-FABRICS = {"shm": "shared memory", "tcp": "TCP loopback"}
 
 
 def scattered(rng: np.random.Generator, blocks: int, count: int) -> Ints:
@@ -49,8 +43,10 @@ def scattered(rng: np.random.Generator, blocks: int, count: int) -> Ints:
 class Bench:
     """Producer of one run length."""
 
-    def __init__(self, run_bytes: int, blocks: int, ids: tuple[Ints, Ints], consumer: tuple[bytes, Any]) -> None:
-        self.side = Side(f"producer-{os.getpid()}-{run_bytes}", run_bytes, blocks, LAYERS)
+    def __init__(
+        self, run_bytes: int, blocks: int, layers: int, ids: tuple[Ints, Ints], consumer: tuple[bytes, Any]
+    ) -> None:
+        self.side = Side(f"producer-{os.getpid()}", run_bytes, blocks, layers)
         rng = np.random.default_rng(run_bytes)
         self.side.memory[:] = rng.integers(0, 256, self.side.memory.shape, np.uint8)
         self.ids = ids
@@ -61,7 +57,7 @@ class Bench:
         self.peer = self.side.transport.add_peer(metadata)
 
         runs = build_runs(self.plan, [self.moves])
-        self.agent = Agent(f"raw-{os.getpid()}-{run_bytes}", self.side)
+        self.agent = Agent(f"raw-{os.getpid()}", self.side)
         self.raw = self.agent.nixl
         self.raw.add_remote_agent(metadata)
         local, remote = (
@@ -131,47 +127,28 @@ def compiled_memmove() -> Callable[[Ints, Ints, Ints], None]:
     return move
 
 
-def shape(pair: Pair, run_bytes: int, total_bytes: int) -> int:
-    """Create the caches of one run length, check that both ways move the right bytes, and return
-    the number of runs.
-    """
-    count = max(1, total_bytes // (run_bytes * LAYERS))
+def measure(fabric: str, kib: int, mib: int, rounds: int) -> dict[str, Any]:
+    """Check that both ways move the right bytes, then measure one run length."""
+    run_bytes = kib << 10
+    count = max(1, (mib << 20) // (run_bytes * LAYERS))
     blocks = 2 * count + 2
     rng = np.random.default_rng(run_bytes)
     ids = (scattered(rng, blocks, count), scattered(rng, blocks, count))
-    consumer = pair.consumer.ask("new", run_bytes, blocks, LAYERS)
-    runs: int = pair.producer.ask("new", run_bytes, blocks, ids, consumer)
-    for arm in ("ours", "raw"):
-        pair.producer.ask("seconds", arm)
-        assert pair.consumer.ask("digest", ids[1]) == pair.producer.ask("digest"), arm
-    return runs
-
-
-def measure(pairs: Mapping[str, Pair], kib: int, mib: int, rounds: int) -> list[dict[str, Any]]:
-    """Measure all settings of one run length, interleaved."""
-    runs = {name: shape(pair, kib << 10, mib << 20) for name, pair in pairs.items()}
-    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for _, (name, arm), counted in turns(list(product(pairs, ARMS)), rounds):
-        took = pairs[name].producer.ask("seconds", arm)
-        if counted:
-            seconds[name, arm].append(took)
-    rows = []
-    first = seconds[next(iter(pairs)), "ours"]
-    for name in pairs:
-        ours, raw, memcpy = (seconds[name, arm] for arm in ARMS)
-        row: dict[str, Any] = {"run_kib": kib, "settings": name, "runs": runs[name]}
-        row["ms"] = {arm: summary([1e3 * took for took in seconds[name, arm]]) for arm in ARMS}
-        row |= {"ours_over_raw": speedup(ours, raw), "raw_over_memcpy": speedup(raw, memcpy)}
-        row |= {"ours_over_memcpy": speedup(ours, memcpy), "over_first": speedup(ours, first)}
-        rows.append(row)
-    return rows
-
-
-def speedup(seconds: list[float], other: list[float]) -> dict[str, float]:
-    """Return the speed-up over ``other``: of the medians, of the best of each, and the quartiles
-    of paired rounds.
-    """
-    return ratios(other, seconds) | {"of_best": min(other) / min(seconds)}
+    seconds: dict[str, list[float]] = defaultdict(list)
+    with Pair(Bench, (run_bytes, blocks, LAYERS), ids, fabric=fabric) as pair:
+        for arm in ("ours", "raw"):
+            pair.producer.call("seconds", arm)
+            assert pair.consumer.call("digest", ids[1]) == pair.producer.call("digest"), arm
+        for _, arm, counted in turns(ARMS, rounds):
+            took = pair.producer.call("seconds", arm)
+            if counted:
+                seconds[arm].append(took)
+        row: dict[str, Any] = {"run_kib": kib, "runs": pair.producer.made}
+    row["ms"] = {arm: summary([1e3 * took for took in seconds[arm]]) for arm in ARMS}
+    for arm, other in (("ours", "raw"), ("raw", "memcpy"), ("ours", "memcpy")):
+        best = {"of_best": min(seconds[other]) / min(seconds[arm])}
+        row[f"{arm}_over_{other}"] = ratios(seconds[other], seconds[arm]) | best
+    return row
 
 
 def main(
@@ -180,23 +157,13 @@ def main(
     rounds: int = 9,
     fabrics: tuple[str, ...] = ("shm", "tcp"),
     runs: tuple[int, ...] = (4, 16, 64, 256, 1024),
-    settings: str = "",
-    rest_ms: float = 1e3 * REST_S,
 ) -> None:
     found: dict[str, Any] = {}
-    for fabric in (FABRICS[name] for name in fabrics):
-        with ExitStack() as stack:
-            pairs = {}
-            for text in settings.split(";"):
-                environment = dict(word.split("=", 1) for word in text.split())
-                rest_s = float(environment.pop("rest_ms", rest_ms)) / 1e3
-                pairs[text or "default"] = stack.enter_context(Pair(Bench, fabric, environment, rest_s))
-            found[fabric] = []
-            for kib in runs:
-                rows = measure(pairs, kib, mib, rounds)
-                for row in rows:
-                    columns = ("ours_over_raw", "raw_over_memcpy", "ours_over_memcpy", "over_first")
-                    text = ", ".join(f"{one} {spread(row[one])} [{row[one]['of_best']:.2f}]" for one in columns)
-                    print(f"{fabric} {kib:5} KiB  {row['settings']}  {text}", flush=True)
-                found[fabric] += rows
-    write("transfer", {"mib": mib, "rounds": rounds, "layers": LAYERS, "rest_ms": rest_ms, "rows": found})
+    for fabric in fabrics:
+        found[fabric] = []
+        for kib in runs:
+            found[fabric].append(row := measure(fabric, kib, mib, rounds))
+            ratios_of = {name: one for name, one in row.items() if "_over_" in name}
+            text = ", ".join(f"{name} {spread(one)} [{one['of_best']:.2f}]" for name, one in ratios_of.items())
+            print(f"{fabric} {kib:5} KiB  {text}", flush=True)
+    write("transfer", {"mib": mib, "rounds": rounds, "layers": LAYERS, "rows": found})

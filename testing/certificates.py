@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,20 +23,7 @@ class MonthsAgo(datetime.datetime):
         return super().now(tz) - datetime.timedelta(days=90)
 
 
-NO_USES = dict.fromkeys(
-    [
-        "digital_signature",
-        "content_commitment",
-        "key_encipherment",
-        "data_encipherment",
-        "key_agreement",
-        "key_cert_sign",
-        "crl_sign",
-        "encipher_only",
-        "decipher_only",
-    ],
-    False,
-)
+NO_USES = dict.fromkeys(inspect.signature(x509.KeyUsage).parameters, False)
 
 
 def named(name: str) -> x509.Name:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from PIL.Image import Image
@@ -29,6 +30,13 @@ On two busy cores they need more than vLLM's 5 s. vLLM kills them after that tim
 of them ends just before (`actors/upstream/vllm_processes/kill_process_tree.py`).
 """
 
+MODULES = {
+    "TandemConnector": "connectors.vllm_hma.connector",
+    "TandemStoreConnector": "connectors.vllm_hma.store_connector",
+    "SlowDiskConnector": "benchmarks.slow_disk",
+}
+"""Modules of connectors that are not vLLM's."""
+
 SUPERVISOR = "the engines' supervisor"
 """Token of tests for the connector's ``supervisor``."""
 
@@ -37,12 +45,19 @@ SUPERVISOR = "the engines' supervisor"
 class Answer:
     """Answer of an engine: token ids, and for each the top logprobs (token, logprob), best
     first.
+
+    ``token_at``  monotonic time of each token
+    ``metrics``   vLLM's own times of the request
+    ``prefill``   the prefill engine's answer, if a pair has answered
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[tuple[tuple[int, float], ...], ...]
     transfer: dict[str, Any] | None
     cached_tokens: int | None
+    token_at: tuple[float, ...] = ()
+    metrics: Any = None
+    prefill: Any = None
 
 
 class Engine(AsyncLLM):
@@ -52,8 +67,10 @@ class Engine(AsyncLLM):
         super().shutdown(timeout)
 
 
-def start_engine(model: str, tp_size: int, role: str | None, **overrides: Any) -> AsyncLLM:
-    """Start an engine with Tandem's connector in ``role``, for example ``kv_producer``.
+def start_engine(
+    model: str, tp_size: int, role: str | None, connector: str = "TandemConnector", **overrides: Any
+) -> AsyncLLM:
+    """Start an engine with a connector in ``role``, for example ``kv_producer``.
 
     ``role``       None: without a connector
     ``overrides``  engine arguments; ``transfer`` is the connector's extra configuration
@@ -62,8 +79,8 @@ def start_engine(model: str, tp_size: int, role: str | None, **overrides: Any) -
     extra = overrides.pop("transfer", {})
     transfer = (
         KVTransferConfig(
-            kv_connector="TandemConnector",
-            kv_connector_module_path="connectors.vllm_hma.connector",
+            kv_connector=connector,
+            kv_connector_module_path=MODULES.get(connector),
             kv_role=role,
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=extra,
@@ -98,19 +115,22 @@ async def generate(
     lora: LoRARequest | None = None,
     rank: int | None = None,
     images: Sequence[Image] = (),
+    **sampling: Any,
 ) -> Answer:
-    """Run one greedy request to its end, on data-parallel ``rank`` of the engine if it is given.
+    """Run one request to its end, on data-parallel ``rank`` of the engine if it is given; greedy
+    unless ``sampling`` has other parameters.
 
     ``images``  one for each ``IMAGE_TOKEN`` of the prompt
     """
     params = SamplingParams(
-        temperature=0.0,
         max_tokens=max_tokens,
         ignore_eos=True,
         logprobs=logprobs,
         detokenize=False,
         extra_args={"kv_transfer_params": transfer} if transfer else None,
+        **{"temperature": 0.0} | sampling,
     )
+    token_at: list[float] = []
     final = None
     given = TokensPrompt(prompt_token_ids=list(prompt))
     if images:
@@ -118,6 +138,7 @@ async def generate(
     async for output in engine.generate(
         given, params, request_id or uuid.uuid4().hex, lora_request=lora, data_parallel_rank=rank
     ):
+        token_at += [time.monotonic()] * (len(output.outputs[0].token_ids) - len(token_at))
         final = output
     assert final is not None
     completion = final.outputs[0]
@@ -125,7 +146,8 @@ async def generate(
         tuple(sorted(((token, value.logprob) for token, value in position.items()), key=lambda item: -item[1]))
         for position in completion.logprobs or ()
     )
-    return Answer(tuple(completion.token_ids), best, final.kv_transfer_params, final.num_cached_tokens)
+    tokens, transfer = tuple(completion.token_ids), final.kv_transfer_params
+    return Answer(tokens, best, transfer, final.num_cached_tokens, tuple(token_at), final.metrics)
 
 
 async def run_or_move(
@@ -174,26 +196,40 @@ class Pair:
         max_tokens: int,
         prefill: Mapping[str, Any] | None = None,
         decode: Mapping[str, Any] | None = None,
+        **produce: Any,
     ) -> Answer:
         """Send both legs at once.
 
-        ``prefill`` and ``decode`` are further arguments of ``generate`` for one leg.
+        ``prefill`` and ``decode`` are further arguments of ``generate`` for one leg, ``produce``
+        parameters of the prefill leg.
         """
         transfer_id = uuid.uuid4().hex
-        leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-        first = asyncio.ensure_future(
-            generate(self.prefill, prompt, 1, leg, logprobs=None, rank=self.prefill_rank, **(prefill or {}))
-        )
+        leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id, **produce}
         address = self.address | {"transfer_id": transfer_id}
-        answer = await generate(self.decode, prompt, max_tokens, address, rank=self.decode_rank, **(decode or {}))
-        await first
-        return answer
+        first, answer = await asyncio.gather(
+            self._prefilled(prompt, leg, prefill),
+            generate(self.decode, prompt, max_tokens, address, rank=self.decode_rank, **(decode or {})),
+        )
+        return replace(answer, prefill=first)
 
-    async def in_turn(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+    async def in_turn(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        prefill: Mapping[str, Any] | None = None,
+        decode: Mapping[str, Any] | None = None,
+    ) -> Answer:
         """Send the prefill leg, then the decode leg with its parameters, as public proxies do."""
-        first = await generate(self.prefill, prompt, 1, PRODUCE, logprobs=None, rank=self.prefill_rank)
+        first = await self._prefilled(prompt, PRODUCE, prefill)
         assert first.transfer is not None
-        return await generate(self.decode, prompt, max_tokens, first.transfer, rank=self.decode_rank)
+        answer = await generate(
+            self.decode, prompt, max_tokens, dict(first.transfer), rank=self.decode_rank, **(decode or {})
+        )
+        return replace(answer, prefill=first)
+
+    async def _prefilled(self, prompt: Sequence[int], leg: dict[str, Any], more: Mapping[str, Any] | None) -> Answer:
+        own = {"logprobs": None, **(more or {})}
+        return await generate(self.prefill, prompt, 1, leg, rank=self.prefill_rank, **own)
 
 
 async def describe(engine: AsyncLLM, rank: int | None = None) -> dict[str, Any]:

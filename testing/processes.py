@@ -1,10 +1,7 @@
-"""Two pairs of engines on one machine, one running at a time, under equal conditions.
+"""Stop, continue and pin processes, so that what is compared runs under equal conditions.
 
-An *arm* is a prefill and a decode engine with one connector. Requests alternate between the arms.
-The idle arm is stopped (SIGSTOP), because NIXL's progress threads, which vLLM's connector starts,
-spin when idle and would slow the other arm down. vLLM's connector also pins its worker to the last
-core of the machine. Callers therefore unpin all threads of both arms before a measurement
-(``free_cores``).
+vLLM's connector pins its worker to the last core of the machine. Callers therefore unpin all
+threads before a measurement (``free_cores``).
 """
 
 from __future__ import annotations
@@ -14,12 +11,8 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import psutil
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 @dataclass
@@ -47,20 +40,6 @@ class Processes:
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-
-@dataclass
-class Arm(Processes):
-    """Engines with one connector, and the ids of all their processes."""
-
-    name: str
-    prefill: AsyncLLM
-    decode: AsyncLLM
-
-    def shutdown(self) -> None:
-        self.wake()
-        self.decode.shutdown()
-        self.prefill.shutdown()
 
 
 def children() -> set[int]:

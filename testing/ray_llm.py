@@ -12,9 +12,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,17 +20,14 @@ from typing import Any
 
 from testing.environment import ENVIRONMENT
 from testing.ports import free_port
+from testing.programs import ROOT, Program
 from testing.signals import interrupt_on_signals
-from testing.vllm_server import ROOT, stop
 
 CPUS = 8
 """Resources that Ray assumes: its deployments request one each, and are idle in turn."""
 
 READY = "ray serve llm: ready"
 START_S = 400.0
-POLL_S = 0.5
-"""Interval between reads of the log of a process that takes minutes to start."""
-
 PYTHON = "build/ray-llm/bin/python"
 """Python with the package that Ray Serve LLM needs besides Tandem's (Makefile)."""
 
@@ -67,28 +62,17 @@ def run(model: str, port: int, engine: Mapping[str, Any], transfer: Mapping[str,
         ray.shutdown()
 
 
-def start(
-    folder: Path, model: str, engine: Mapping[str, Any], transfer: Mapping[str, Any]
-) -> tuple[subprocess.Popen[bytes], str]:
+def start(folder: Path, model: str, engine: Mapping[str, Any], transfer: Mapping[str, Any]) -> tuple[Program, str]:
     """Start the application in its own Ray cluster, and wait for its engines. Return its URL too.
 
     Raises RuntimeError with its log's end.
     """
-    port, path = free_port(), folder / f"{transfer['kv_connector']}.log"
-    line = [PYTHON, "-m", "testing.ray_llm", model, str(port), json.dumps(engine), json.dumps(transfer)]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-    with path.open("wb") as log:
-        process = subprocess.Popen(
-            line, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-    give_up_at = time.monotonic() + START_S
+    port, log = free_port(), folder / f"{transfer['kv_connector']}.log"
+    command = [PYTHON, "-m", "testing.ray_llm", model, str(port), json.dumps(engine), json.dumps(transfer)]
+    program = Program(command, log, os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)})
     # The application answers /v1/models long before it has an engine.
-    while READY not in path.read_text(errors="replace"):
-        if process.poll() is not None or time.monotonic() > give_up_at:
-            stop([process])
-            raise RuntimeError(f"Ray Serve LLM did not start:\n{path.read_text(errors='replace')[-3000:]}")
-        time.sleep(POLL_S)
-    return process, f"http://127.0.0.1:{port}"
+    program.until(READY, START_S)
+    return program, f"http://127.0.0.1:{port}"
 
 
 if __name__ == "__main__":

@@ -17,20 +17,38 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import httpx
 import psutil
 
 from actors.engine.startup.start_log import root_cause
 from app.demo.paths import MODEL_DIR
 from testing import fork_server
 from testing.processes import free_cores
-from testing.vllm_server import start_module
+from testing.programs import Program, answers, module
 
 POOL_BLOCKS = 448
 """Number of KV blocks of each engine; small, so that another request soon reuses a freed block."""
 
 MODEL = "demo"
+# The CPU build has no working `vllm` command.
+API_SERVER = "vllm.entrypoints.openai.api_server"
+
+
+def start_vllm(
+    log: Path, model: str, port: int, transfer: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> Program:
+    """Start a server of any model with a KV connector; ``Server`` has the demo model."""
+    connector = ("--kv-transfer-config", json.dumps(transfer))
+    return module(log, API_SERVER, *_arguments(model, port, 4096), *connector, environment=environment)
+
+
+def _arguments(model: str, port: int, max_model_len: int) -> list[str]:
+    return [
+        *("--model", model, "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-batched-tokens", "256"),
+        *("--max-model-len", str(max_model_len), "--max-num-seqs", "16", "--no-enable-prefix-caching"),
+    ]
 
 
 def _serve(argv: list[str], environment: dict[str, str], log: str) -> None:
@@ -79,18 +97,14 @@ class Server:
         self.starts += 1
         self.members = {}
         argv = [
-            *("--model", str(MODEL_DIR), "--served-model-name", MODEL),
-            *("--host", "127.0.0.1", "--port", str(self.port)),
-            *("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-batched-tokens", "256"),
-            *("--max-model-len", "2048", "--max-num-seqs", "16", "--no-enable-prefix-caching"),
+            *_arguments(str(MODEL_DIR), self.port, 2048),
             *("--num-gpu-blocks-override", str(POOL_BLOCKS), "--tensor-parallel-size", str(self.tp_size)),
         ]
         if self.transfer is not None:
             argv += ["--kv-transfer-config", json.dumps(self.transfer)]
         if not self.forked:
-            command = ["vllm.entrypoints.openai.api_server", *argv]
-            started = start_module(self.folder, self.log.stem, command, self.environment)
-            self._api = psutil.Process(started.pid)
+            started = module(self.log, API_SERVER, *argv, environment=self.environment)
+            self._api = psutil.Process(started.process.pid)
             return
         fork_server.prepare()
         process = fork_server.CONTEXT.Process(target=_serve, args=(argv, dict(self.environment), str(self.log)))
@@ -108,9 +122,8 @@ class Server:
                 # The kernel has not yet released the socket of the server that this one replaces.
                 time.sleep(1.0)
                 self.start()
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
+            if answers(f"{self.url}/health"):
+                return
             time.sleep(0.1)
         raise self.start_failure()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 NOT_SAID_TWICE = ("id", "object", "created", "model")
@@ -50,7 +49,3 @@ def _add(total: dict[str, Any], part: dict[str, Any]) -> None:
             total[name] = total[name] + value if name in total else value
         else:
             total[name] = value
-
-
-def whole(chunks: Iterable[bytes]) -> bytes:
-    return b"".join(chunks)

@@ -24,6 +24,7 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,13 @@ from actors.engine_pool.serve_discovery import DiscoveryRouter
 from app.main import DeployedModel, router_deployment
 from benchmarks.overload.engine import KV_TOKENS, MAX_NUM_SEQS, TEXT_BYTES, simulated
 from benchmarks.report import failed, p99, write
-from benchmarks.router.arms import Process, start_vllm_router
+from benchmarks.router.arms import run_module, start_vllm_router
 from benchmarks.router.service import Instant, running
 from configs.settings.base import RoleName
 from configs.settings.router import RouterSettings
 from testing.ports import free_port
+from testing.programs import Program, stop
 from testing.signals import interrupt_on_signals
-from testing.vllm_server import start_module, stop, wait_until_up
 
 SLOTS = 2 * MAX_NUM_SEQS
 FIRST_S, WHOLE_S, TOKEN_S = 10.0, 30.0, 0.1
@@ -208,20 +209,15 @@ def main(
     vllm_router: str = "",
 ) -> int:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        started, urls = list[Process](), {"tandem": url}
+        started, urls = list[Program](), {"tandem": url}
         stack.callback(stop, started)
-
-        def module(name: str, *ports: int) -> str:
-            started.append(start_module(Path(folder), f"{name}-{ports[-1]}", [name, *map(str, ports)]))
-            wait_until_up(f"http://127.0.0.1:{ports[-1]}/health", started[-1], Path(folder))
-            return f"http://127.0.0.1:{ports[-1]}"
-
+        module = partial(run_module, started, Path(folder))
         if not url:
             proxy_port = free_port()
-            urls["tandem"] = module("benchmarks.overload.compare", proxy_port, free_port())
+            _, urls["tandem"] = module("benchmarks.overload.compare", str(proxy_port))
             urls["ray-serve"] = f"http://127.0.0.1:{proxy_port}/plain"
             if vllm_router:
-                prefill, decode = (module("benchmarks.overload.engine", free_port()) for _ in range(2))
+                prefill, decode = (module("benchmarks.overload.engine")[1] for _ in range(2))
                 router, urls["vllm-router"] = start_vllm_router(vllm_router, Path(folder), prefill, decode)
                 started.append(router)
         found = uvloop.run(measure(urls, loads, rate, seconds, patience, model, text_bytes))

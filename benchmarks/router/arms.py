@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import psutil
-
 from testing.ports import free_port
-from testing.vllm_server import start_module, stop, wait_until_up
-
-Process = subprocess.Popen[bytes]
+from testing.programs import Program, module, stop
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to an engine: its address, and every process that works for it."""
+    """One way to an engine: its address, and every program that works for it."""
 
     url: str
-    processes: tuple[Process, ...]
+    programs: tuple[Program, ...]
 
     def cpu_s(self) -> float:
         """Return the processor time of its processes and their descendants, so far."""
-        roots = [psutil.Process(process.pid) for process in self.processes]
-        family = [each for root in roots for each in (root, *root.children(recursive=True))]
+        family = [each for program in self.programs for each in program.family()]
         return sum(used.user + used.system for used in (each.cpu_times() for each in family))
 
 
-def start_vllm_router(command: str, folder: Path, prefill: str, decode: str) -> tuple[Process, str]:
+def start_vllm_router(command: str, folder: Path, prefill: str, decode: str) -> tuple[Program, str]:
     """Start vLLM's router before these servers, and wait until it answers.
 
     Its health checks are so rare that it does not mark a stopped server as dead.
@@ -39,11 +34,17 @@ def start_vllm_router(command: str, folder: Path, prefill: str, decode: str) -> 
     line = [command, "--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode, "--log-level", "error"]
     line += ["--policy", "round_robin", "--port", str(port), "--prometheus-port", str(free_port())]
     line += ["--health-check-interval-secs", "86400"]
-    with (folder / "vllm-router.log").open("wb") as log:
-        process = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    wait_until_up(f"{url}/health", process, folder)
-    return process, url
+    router, url = Program(line, folder / "vllm-router.log"), f"http://127.0.0.1:{port}"
+    router.until_up(f"{url}/health")
+    return router, url
+
+
+def run_module(started: list[Program], folder: Path, name: str, *arguments: str) -> tuple[Program, str]:
+    """Run `python -m NAME ARGUMENTS PORT`, and wait until it answers at the returned URL."""
+    port = free_port()
+    started.append(program := module(folder / f"{name}-{port}.log", name, *arguments, str(port)))
+    program.until_up(f"http://127.0.0.1:{port}/health")
+    return program, f"http://127.0.0.1:{port}"
 
 
 def begin(stack: ExitStack, folder: Path, vllm_router: str, routers: int) -> dict[str, Arm]:
@@ -52,25 +53,17 @@ def begin(stack: ExitStack, folder: Path, vllm_router: str, routers: int) -> dic
     ``vllm_router``  command of vLLM's router; empty for a run without it
     ``routers``      number of Tandem's routers
     """
-    started: list[Process] = []
+    started: list[Program] = []
     stack.callback(stop, started)
-
-    def module(name: str, *arguments: str) -> tuple[Process, str]:
-        """Run `python -m NAME ARGUMENTS PORT`, and wait until it answers."""
-        port = free_port()
-        process = start_module(folder, f"{name}-{port}", [name, *arguments, str(port)])
-        started.append(process)
-        wait_until_up(f"http://127.0.0.1:{port}/health", process, folder)
-        return process, f"http://127.0.0.1:{port}"
-
-    prefill, prefill_url = module("benchmarks.router.engine")
-    decode, decode_url = module("benchmarks.router.engine")
+    run = partial(run_module, started, folder)
+    prefill, prefill_url = run("benchmarks.router.engine")
+    decode, decode_url = run("benchmarks.router.engine")
     # Ray increases the niceness of its workers over that of the other arms' processes
     os.environ.setdefault("RAY_worker_niceness", "0")
     proxy_port = free_port()
-    service, service_url = module("benchmarks.router.service", str(routers), str(proxy_port))
+    service, service_url = run("benchmarks.router.service", str(routers), str(proxy_port))
     proxy_url = f"http://127.0.0.1:{proxy_port}"
-    wait_until_up(f"{proxy_url}/health", service, folder)
+    service.until_up(f"{proxy_url}/health")
     found = {
         "direct": Arm(decode_url, (decode,)),
         "tandem": Arm(service_url, (service,)),
@@ -80,5 +73,5 @@ def begin(stack: ExitStack, folder: Path, vllm_router: str, routers: int) -> dic
         process, url = start_vllm_router(vllm_router, folder, prefill_url, decode_url)
         started.append(process)
         found["vllm-router"] = Arm(url, (process, prefill, decode))
-    process, url = module("testing.sequential_proxy", "--prefill", prefill_url, "--decode", decode_url, "--port")
+    process, url = run("testing.sequential_proxy", "--prefill", prefill_url, "--decode", decode_url, "--port")
     return found | {"proxy": Arm(url, (process, prefill, decode))}

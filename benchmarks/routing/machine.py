@@ -180,15 +180,18 @@ class Engine:
         now, events = self.due, list[tuple[str, Job]]()
         finished: list[Job] = []
         chunks, self._chunks = self._chunks, []
-        if self.role == "decode":
-            for job in self.running[: self._decoding]:
-                if job.first_token_at < 0:
-                    job.first_token_at = now
-                    events.append(("first", job))
-                job.left -= self._steps
-                if job.left <= 0:
-                    job.done_at = now
-                    finished.append(job)
+
+        def sampled(job: Job, tokens: int) -> None:
+            if job.first_token_at < 0:
+                job.first_token_at = now
+                events.append(("first", job))
+            job.left -= tokens
+            if job.left <= 0:
+                job.done_at = now
+                finished.append(job)
+
+        for job in self.running[: self._decoding]:
+            sampled(job, self._steps)
         for job, tokens in chunks:
             job.computed += tokens
             if job.computed >= job.prompt_tokens:
@@ -197,13 +200,8 @@ class Engine:
                 if self.role == "prefill":
                     events.append(("prefilled", job))
                 else:
-                    job.first_token_at = now
-                    job.left -= 1
-                    events.append(("first", job))
-                    if job.left <= 0:
-                        job.done_at = now
-                        finished.append(job)
-                    else:
+                    sampled(job, 1)
+                    if job.left > 0:
                         self.running.append(job)
         for job in finished:
             self._keep(job.blocks)

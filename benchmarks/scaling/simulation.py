@@ -34,9 +34,7 @@ class Outcome:
     ttft_attained: float
     tpot_attained: float
     attained: float
-    ttft_p50_s: float
     ttft_p99_s: float
-    tpot_p50_s: float
     tpot_p99_s: float
     gpu_hours: float
     changes: int  # decisions that changed a number of replicas
@@ -177,9 +175,7 @@ class Simulation:
             ttft_attained=float(in_time.mean()),
             tpot_attained=float(fast.mean()),
             attained=float((in_time & fast).mean()),
-            ttft_p50_s=_percentile(ttft, 50),
             ttft_p99_s=_percentile(ttft, 99),
-            tpot_p50_s=_percentile(tpot, 50),
             tpot_p99_s=_percentile(tpot, 99),
             gpu_hours=(self.prefill.gpu_s + self.decode.gpu_s) / HOUR_S,
             changes=self.prefill.changes + self.decode.changes,

@@ -115,16 +115,8 @@ class Release:
             lines.append(f"| {step.name} | {step.purpose} | {outcome['seconds'] if outcome else ''} | {result} |")
         for step, outcome in found.items():
             if outcome is not None:
-                lines += [
-                    "",
-                    f"## {step.name}",
-                    "",
-                    f"    {' '.join(outcome['command'])}",
-                    "",
-                    "```",
-                    *outcome["found"],
-                    "```",
-                ]
+                lines += ["", f"## {step.name}", "", f"    {' '.join(outcome['command'])}", ""]
+                lines += ["```", *outcome["found"], "```"]
         path = self.folder / "report.md"
         path.write_text("\n".join(lines) + "\n")
         return path

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 
 from testing.ports import free_port
+from testing.programs import module
 from testing.servers import Server
-from testing.vllm_server import start_module, stop, wait_until_up
 
 FACTS = (1, 5, 20, 21, 40, 80, 120, 160)
 """Facts of prompts of one to many blocks."""
@@ -36,13 +36,13 @@ def running(*servers: Server) -> Iterator[None]:
 def proxied(folder: Path, prefill: Server, decode: Server) -> Iterator[str]:
     port = free_port()
     with running(prefill, decode):
-        words = ["testing.sequential_proxy", "--prefill", prefill.url, "--decode", decode.url, "--port", str(port)]
-        proxy = start_module(folder, "proxy", words)
+        words = ("--prefill", prefill.url, "--decode", decode.url, "--port", str(port))
+        proxy = module(folder / "proxy.log", "testing.sequential_proxy", *words)
+        proxy.until_up(f"http://127.0.0.1:{port}/docs")
         try:
-            wait_until_up(f"http://127.0.0.1:{port}/docs", proxy, folder)
             yield f"http://127.0.0.1:{port}"
         finally:
-            stop([proxy])
+            proxy.stop()
 
 
 def complete(url: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,4 @@ pytestmark = pytest.mark.engine
 def test_identity(name: str, tp: tuple[int, int], tmp_path: Path) -> None:
     family = FAMILIES[name]
     result = asyncio.run(run(family, tp, family.build(tmp_path / name), 24, tmp_path / "trace.jsonl", tokens=3))
-    assert result.identity.wrong == ()
-    assert result.moved == result.movable
-    assert result.clean
+    assert result.good, result

@@ -14,9 +14,9 @@ from app.demo.paths import MODEL_DIR
 from testing import ray_llm
 from testing.facts import make_prompt
 from testing.ports import free_port
+from testing.programs import ROOT
 from testing.servers import Server
 from testing.trace import read_trace
-from testing.vllm_server import ROOT, stop
 from tests.e2e.proxied import FACTS, OPTIONS, complete, running
 
 pytestmark = [
@@ -55,7 +55,7 @@ def test_answers_are_one_engines_and_all_kv_is_transferred(tmp_path: Path) -> No
 
     try:
         check(0, 8)
-        replica(psutil.Process(application.pid), "Prefill").kill()
+        replica(psutil.Process(application.process.pid), "Prefill").kill()
         give_up_at = time.monotonic() + REPLACED_S
         # Without KV to transfer: all its blocks are in decode's prefix cache.
         known = bodies[1]
@@ -64,4 +64,4 @@ def test_answers_are_one_engines_and_all_kv_is_transferred(tmp_path: Path) -> No
             time.sleep(1)
         check(8, 16)
     finally:
-        stop([application])
+        application.stop()

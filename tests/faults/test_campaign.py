@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.campaigns.faults.campaign import play
-from tests.campaigns.faults.schedule import Fault, schedule
+from tests.campaigns.faults.schedule import Injection, schedule
 from tests.campaigns.runner import Report
 
 pytestmark = pytest.mark.engine(killed=True)
@@ -26,10 +26,10 @@ WANTED = {
 async def test_promises_are_kept() -> None:
     """Right or refused, within the bound, pools at their baseline."""
     faults = schedule(SEED, (1, 1), f"^({'|'.join(f'[a-z]+ {what}' for what in sorted(WANTED))})$")
-    chosen: dict[str, Fault] = {}
+    chosen: dict[str, Injection] = {}
     while len(chosen) < len(WANTED):
         fault = next(faults)
-        chosen.setdefault(f"{fault.what} {fault.phase}", fault)
+        chosen.setdefault(f"{fault.what} {fault.first.phase}", fault)
     report = Report("faults-in-the-suite", {})
     await play(report, "tandem", iter(chosen.values()), lanes=1, damage=0.0)
     assert {f"{row['what']} {row['phase']}" for row in report.rows} == WANTED

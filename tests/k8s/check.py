@@ -1,14 +1,13 @@
-"""Mistakes of a kustomization: `python -m tests.k8s.check [DIRECTORY …]`."""
+"""Mistakes of a kustomization; `make campaign NAME=manifests OVERLAYS=…` reports them."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.k8s import schemas, service
-from tests.k8s.kustomize import Manifest, by_kubectl, render
+from tests.k8s.kustomize import Manifest
 from tests.k8s.network import selects
 
 ROOT = Path(__file__).resolve().parents[2] / "k8s"
@@ -89,14 +88,3 @@ def _budgets(manifests: list[Manifest], ray_service: Manifest) -> Iterator[str]:
 
 def _called(manifest: Manifest) -> str:
     return f"{manifest['kind']} {manifest['metadata']['name']}"
-
-
-def main(directories: list[Path]) -> int:
-    found = {one: problems(by_kubectl(one) or render(one)) for one in directories or DIRECTORIES}
-    for directory, lines in found.items():
-        print(f"{directory}: {len(lines)} mistakes", *lines, sep="\n  ")
-    return 1 if any(found.values()) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(list(map(Path, sys.argv[1:]))))

@@ -1,7 +1,7 @@
 """Merge what k8s/ uses of kustomize: resources, components, JSON patches with an exact target.
 
-`test_manifests.py` and the campaign `manifests` compare it with kubectl's rendering, where there is
-a kubectl: no package index of the tests has one.
+`test_manifests.py` compares it with kubectl's rendering where there is a kubectl, which no package
+index of the tests has. The campaign `manifests` checks kubectl's rendering.
 """
 
 from __future__ import annotations

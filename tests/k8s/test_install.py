@@ -72,41 +72,36 @@ def install(folder: Path, torch_index: str, kind: str = "cpu") -> subprocess.Com
 
 
 @pytest.mark.parametrize(
-    ("configured", "pytorch", "expected", "message"),
+    ("kind", "configured", "pytorch", "expected", "message"),
     [
-        (CPU, {}, CPU, "torch 2.13.0+cpu (0.2 GB) comes from the configured package index\n"),
-        (CUDA, CPU, CPU, "torch 2.13.0+cpu (0.2 GB) comes from file:///"),
-        (CUDA, None, CUDA | EXTRA, "torch 2.13.0 with CUDA (2.4 GB; 3 GB more on disk than the CPU wheel)"),
-        ({"torch": "2.12.0"}, {}, None, "no package index has torch 2.13.0 for Python 3."),
+        ("cpu", [CPU], {}, CPU, "torch 2.13.0+cpu (0.2 GB) comes from the configured package index\n"),
+        ("cpu", [CUDA], CPU, CPU, "torch 2.13.0+cpu (0.2 GB) comes from file:///"),
+        ("cpu", [CUDA], None, CUDA | EXTRA, "torch 2.13.0 with CUDA (2.4 GB; 3 GB more on disk than the CPU wheel)"),
+        ("cpu", [{"torch": "2.12.0"}], {}, None, "no package index has torch 2.13.0 for Python 3."),
+        # To pip, 2.13.0+cpu is the newest 2.13.0 where the index has both.
+        ("gpu", [CPU, CUDA], {}, CUDA | EXTRA, ""),
     ],
 )
 def test_where_torch_comes_from(
-    tmp_path: Path, configured: dict, pytorch: dict | None, expected: dict | None, message: str
+    tmp_path: Path, kind: str, configured: list[dict], pytorch: dict | None, expected: dict | None, message: str
 ) -> None:
-    """The CPU wheel from either index, else the CUDA build and its libraries, else an error.
+    """The CPU wheel from either index, else the CUDA build and its libraries, else an error; with
+    GPUs the CUDA build.
 
     Only torch comes from PyTorch's index, which may not answer (None). After an error, nothing is
     installed. The image has neither test tools nor triton.
     """
-    publish(tmp_path / "index", {"nixl": "1.5.1", "triton": "13.0", **EXTRA, **configured})
+    for packages in ({"nixl": "1.5.1", "triton": "13.0", **EXTRA}, *configured):
+        publish(tmp_path / "index", packages)
     publish(tmp_path / "pytorch", {"nixl": "9", **(pytorch or {})})
-    packages = environment(tmp_path)
-    ended = install(tmp_path, f"http://127.0.0.1:{free_port()}" if pytorch is None else (tmp_path / "pytorch").as_uri())
-    assert installed(packages) == ({} if expected is None else {"nixl": "1.5.1", "tandem": "1", **expected}), (
-        ended.stderr
-    )
+    found = environment(tmp_path)
+    torch_index = f"http://127.0.0.1:{free_port()}" if pytorch is None else (tmp_path / "pytorch").as_uri()
+    ended = install(tmp_path, torch_index, kind)
+    more = {"nixl": "1.5.1"} if kind == "cpu" else {"triton": "13.0"}
+    assert installed(found) == ({} if expected is None else {"tandem": "1", **more, **expected}), ended.stderr
     assert message in ended.stdout + ended.stderr
     assert ("PyTorch's package index does not answer: http://127.0.0.1" in ended.stdout) == (pytorch is None)
     assert (ended.returncode == 0) == (expected is not None)
-
-
-def test_an_engine_with_gpus_gets_no_cpu_wheel_of_torch(tmp_path: Path) -> None:
-    """To pip, 2.13.0+cpu is the newest 2.13.0 where the index has both."""
-    publish(tmp_path / "index", {**EXTRA, "triton": "13.0", **CPU})
-    publish(tmp_path / "index", CUDA)
-    packages = environment(tmp_path)
-    ended = install(tmp_path, "", "gpu")
-    assert installed(packages) == {"tandem": "1", "triton": "13.0", **EXTRA, **CUDA}, ended.stderr
 
 
 def test_another_python_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ NIXL, HTTP, RAY_METRICS, REDIS, ROUTER = (20000, 20999), 8000, 8080, 6379, 8100
 SIDE_CHANNEL, RPC = (5600, 5600 + RANK_PORTS - 1), (5700, 5700 + RANK_PORTS - 1)
 AROUND = (5599, 5600 + RANK_PORTS, 5699, 5700 + RANK_PORTS)
 OTHERS = (22, 443, *AROUND, 6384, 8001, 8101, 9000, 10001, 11000, 19999, 21000, 35000)
+PORTS = {*RAY, *SIDE_CHANNEL, *RPC, *NIXL, HTTP, ROUTER, RAY_METRICS, REDIS, *OTHERS}
 NODES = ("head", "router", "prefill", "decode")
 
 DNS = Pod({"k8s-app": "kube-dns"}, "kube-system")
@@ -65,22 +66,19 @@ def test_the_nodes_have_the_ports_of_the_policies(manifests: list[Manifest]) -> 
         assert set(given.values()) <= {*RAY, RAY_METRICS}
 
 
+def reached(policies: list[Manifest], source: Pod, tandem: dict[str, Pod]) -> set[tuple[str, int]]:
+    """Return the used ports, and some others, to which a pod may connect, by the target's name."""
+    return {(name, port) for name, pod in tandem.items() for port in PORTS if allowed(policies, source, pod, port)}
+
+
 def test_between_the_services_own_pods(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
-    """The policies match the table: every pair of pods, every used port and some others."""
+    """The policies match the table of every pair of pods."""
     wanted = {(a, b, port) for a in NODES for b in NODES for port in RAY}
     wanted |= {("head", "redis", REDIS), *(("decode", "prefill", port) for port in (*SIDE_CHANNEL, *RPC))}
     wanted |= {("router", role, port) for role in ("prefill", "decode") for port in RPC}
     wanted |= {(a, b, port) for a, b in (("decode", "prefill"), ("prefill", "decode")) for port in NIXL}
     wanted |= {("decode", "decode", port) for port in (*SIDE_CHANNEL, *NIXL)}
-    ports = {*RAY, *SIDE_CHANNEL, *RPC, *NIXL, HTTP, ROUTER, RAY_METRICS, REDIS, *OTHERS}
-    found = {
-        (a, b, port)
-        for a, source in tandem.items()
-        for b, target in tandem.items()
-        for port in ports
-        if allowed(policies, source, target, port)
-    }
-    assert found == wanted
+    assert {(name, *one) for name, pod in tandem.items() for one in reached(policies, pod, tandem)} == wanted
 
 
 def test_dns_and_nothing_else_of_it(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
@@ -94,24 +92,24 @@ def test_dns_and_nothing_else_of_it(policies: list[Manifest], tandem: dict[str, 
         assert not any(allowed(policies, pod, resolver, 9153) for resolver, _ in resolvers)
 
 
-def test_who_may_come_in(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
-    """Only clients reach the proxies and the routers, and only the operator reaches the head."""
-    ports = {HTTP, ROUTER, *RPC, *RAY, *SIDE_CHANNEL, *NIXL, REDIS, *OTHERS}
-    for stranger in (OUTSIDE, IN_CLUSTER):
-        assert not any(allowed(policies, stranger, pod, port) for pod in tandem.values() for port in ports)
-    for client in (CLIENT, INGRESS):
-        open_to = {(name, p) for name, pod in tandem.items() for p in ports if allowed(policies, client, pod, p)}
-        assert open_to == {("router", HTTP), ("router", ROUTER), ("prefill", HTTP), ("decode", HTTP)}
-    for operator in OPERATORS:
-        open_to = {(name, p) for name, pod in tandem.items() for p in ports if allowed(policies, operator, pod, p)}
-        assert open_to == {("head", HTTP), ("head", 8265)}
+def test_who_may_come_in(manifests: list[Manifest], policies: list[Manifest], tandem: dict[str, Pod]) -> None:
+    """Only clients reach the proxies and the routers, only the operator the head, only Prometheus,
+    if there is a PodMonitor, the metrics.
+    """
+    public = {("router", HTTP), ("router", ROUTER), ("prefill", HTTP), ("decode", HTTP)}
+    scraped = {("router", HTTP), *((name, RAY_METRICS) for name in NODES)} if only(manifests, "PodMonitor") else set()
+    rows: list[tuple[Pod, set[tuple[str, int]]]] = [(OUTSIDE, set()), (IN_CLUSTER, set()), (PROMETHEUS, scraped)]
+    rows += [(client, public) for client in (CLIENT, INGRESS)]
+    rows += [(operator, {("head", HTTP), ("head", 8265)}) for operator in OPERATORS]
+    for source, wanted in rows:
+        assert reached(policies, source, tandem) == wanted, source
 
 
-def test_who_may_go_out(manifests: list[Manifest], policies: list[Manifest], tandem: dict[str, Pod]) -> None:
+def test_who_may_go_out(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
     """The autoscaler reaches Kubernetes; with the hub component, engines reach port 443 outside."""
     hub = any(one["metadata"]["name"] == "tandem-hub" for one in policies)
     ports = (80, 443, 6443, 8443)
-    reached = {
+    found = {
         (name, peer, p)
         for name, pod in tandem.items()
         for peer, target in (("outside", OUTSIDE), ("cluster", IN_CLUSTER))
@@ -119,21 +117,7 @@ def test_who_may_go_out(manifests: list[Manifest], policies: list[Manifest], tan
         if allowed(policies, pod, target, p)
     }
     wanted = {("head", peer, port) for peer in ("outside", "cluster") for port in (443, 6443)}
-    assert reached == wanted | ({("prefill", "outside", 443), ("decode", "outside", 443)} if hub else set())
-
-
-def test_metrics_where_they_are_scraped(
-    manifests: list[Manifest], policies: list[Manifest], tandem: dict[str, Pod]
-) -> None:
-    """Prometheus reaches the PodMonitors' ports, if there are any."""
-    monitored = bool(only(manifests, "PodMonitor"))
-    open_to = {
-        (name, port)
-        for name, pod in tandem.items()
-        for port in (HTTP, RAY_METRICS, *RAY, REDIS)
-        if allowed(policies, PROMETHEUS, pod, port)
-    }
-    assert open_to == ({("router", HTTP), *((name, RAY_METRICS) for name in NODES)} if monitored else set())
+    assert found == wanted | ({("prefill", "outside", 443), ("decode", "outside", 443)} if hub else set())
 
 
 def test_the_gateway_of_an_incremental_upgrade() -> None:

@@ -151,21 +151,39 @@ def test_a_run_stays_in_its_cluster(cluster: Cluster) -> None:
     assert cli.main(["upgrade", "--timeout-s", "40"]) == 0
 
 
-def test_limits_arrive_without_a_deletion(cluster: Cluster) -> None:
-    cluster.apply(lambda config: config["workerGroupSpecs"][2].update(maxReplicas=6))
-    assert upgrade() == 0
-    groups = cluster.read()["cluster"]["spec"]["workerGroupSpecs"]
-    assert [(one["replicas"], one["maxReplicas"]) for one in groups] == [(1, 2), (1, 2), (2, 6)]
-    assert cluster.read()["log"] == []
-
-
-def test_an_environment_variable_is_a_change(cluster: Cluster) -> None:
+def add_variable(config: dict[str, Any]) -> None:
     added = {"name": "UCX_TLS", "value": "tcp"}
-    cluster.apply(
-        lambda config: config["workerGroupSpecs"][1]["template"]["spec"]["containers"][0]["env"].append(added)
-    )
-    assert upgrade() == 0
-    assert cluster.deleted() == ["prefill"]
+    config["workerGroupSpecs"][1]["template"]["spec"]["containers"][0]["env"].append(added)
+
+
+def rewrite_quantities(config: dict[str, Any]) -> None:
+    """The API server keeps the text of a RayService; the operator writes its own."""
+    resources = config["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["resources"]
+    assert resources["requests"] == {"cpu": "500m", "memory": "2Gi"}
+    resources["requests"] = {"cpu": 0.5, "memory": "2048Mi"}
+
+
+# name: change, whether the operator answers, exit status, groups of deleted pods, output
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], bool, int, list[str], str]] = {
+    "a variable": (add_variable, True, 0, ["prefill"], ""),
+    "limits": (lambda config: config["workerGroupSpecs"][2].update(maxReplicas=6), True, 0, [], ""),
+    "equal quantities": (rewrite_quantities, True, 0, [], "Nothing to do"),
+    "a silent operator": (image("tandem:new"), False, 1, [], "operator has not updated the RayCluster"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_change_deletes(cluster: Cluster, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    change, operator, status, deleted, text = CHANGES[name]
+    cluster.apply(change)
+    cluster.set(operator=operator)
+    assert upgrade() == status
+    assert cluster.deleted() == deleted
+    assert bool(cluster.read()["log"]) == bool(deleted)
+    assert text in "".join(capsys.readouterr())
+    if name == "limits":
+        groups = cluster.read()["cluster"]["spec"]["workerGroupSpecs"]
+        assert [(one["replicas"], one["maxReplicas"]) for one in groups] == [(1, 2), (1, 2), (2, 6)]
 
 
 def test_stopped_at_a_deadline_and_continued(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,22 +235,6 @@ def test_an_overlay_that_changes_during_a_run_ends_it(
     cluster.set()
     assert upgrade() == 0
     assert set(cluster.images().values()) == {"tandem:newer"}
-
-
-def test_quantities_that_the_operator_rewrites_are_no_change(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The API server keeps the text of a RayService; the operator writes its own."""
-
-    def write(config: dict[str, Any]) -> None:
-        resources = config["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["resources"]
-        assert resources["requests"] == {"cpu": "500m", "memory": "2Gi"}
-        resources["requests"] = {"cpu": 0.5, "memory": "2048Mi"}
-
-    cluster.apply(write)
-    assert upgrade() == 0
-    assert capsys.readouterr().out.startswith("Nothing to do")
-    assert cluster.read()["log"] == []
 
 
 def step_by_step(cluster: dict[str, Any], beside: Callable[[], object] = lambda: None) -> list[tuple[str, bool]]:
@@ -292,14 +294,6 @@ def test_a_second_application_with_equal_names_hides_no_replica(started: str) ->
     none = {name: one | {"target_num_replicas": 0, "replicas": []} for name, one in cluster["deployments"].items()}
     state = replace(state, applications=applications | {"other": applications["tandem"] | {"deployments": none}})
     assert sum(map(state.busy, state.pods)) == sum(REPLICAS.values())
-
-
-def test_an_operator_that_does_not_answer(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    cluster.apply(image("tandem:new"))
-    cluster.set(operator=False)
-    assert upgrade("--timeout-s", "5") == 1
-    assert "operator has not updated the RayCluster" in capsys.readouterr().err
-    assert cluster.read()["log"] == []
 
 
 def test_without_redis_the_head_stays(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,10 +5,9 @@ equal arguments.
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from configs.settings.service import DEMO_MODEL_DIR, DEMO_SERVED_NAME
 from testing.adapters import lora_adapter
 from testing.models import damaged
 from testing.ports import free_port
+from testing.programs import Program, module
+from testing.servers import API_SERVER
 from testing.service_process import ServiceProcess, write_config
-from testing.vllm_server import start_module, stop, wait_until_up
 from tests.campaigns.differential.model import thinking_model
 
 ADAPTER = "tandem-lora"
@@ -52,82 +52,65 @@ FRONTEND: dict[str, Any] = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class PairOfServers:
-    """The service and the single server; ``frontend`` are arguments of the OpenAI layer."""
-
-    folder: Path
-    model: Path
-    single_model: Path
-    first_token: str = "decode"
-    tp: str = "1:1"
-    decode_replicas: int = 1
-    frontend: dict[str, Any] = field(default_factory=lambda: FRONTEND)
-    service: ServiceProcess = field(init=False)
-    _single: subprocess.Popen[bytes] = field(init=False)
-    _port: int = field(default_factory=free_port)
-
-    @property
-    def single_url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
-
-    def start(self) -> None:
-        """Start the service, then the single server; wait until both answer."""
-        adapter = lora_adapter(self.folder / "adapter", DEMO_MODEL_DIR)
-        prefill_tp, decode_tp = map(int, self.tp.split(":"))
-        config = write_config(
-            "local.yaml",
-            self.folder,
-            engine=ENGINE,
-            frontend={**self.frontend, "lora_modules": [{"name": ADAPTER, "path": str(adapter)}]},
-            router={"client_priority": True, "first_token": self.first_token},
-            prefill={"tensor_parallel_size": prefill_tp},
-            decode={"tensor_parallel_size": decode_tp, "replicas": self.decode_replicas},
-            model=str(self.model),
-            served_model_name=DEMO_SERVED_NAME,
-        )
-        self.service = ServiceProcess(config, self.folder)
-        # One side after the other: engines that start at once starve a small machine's Serve.
-        self.service.start()
-        self._single = start_module(self.folder, "single", self._single_arguments(adapter))
-        wait_until_up(f"{self.single_url}/health", self._single, self.folder)
+    service: ServiceProcess
+    single: Program
+    single_url: str
+    first_token: str
 
     def check_single(self) -> None:
         """Raise RuntimeError, with the end of the log, if the single server has ended."""
-        if self._single.poll() is not None:
-            log = (self.folder / "single.log").read_text(errors="replace")
-            raise RuntimeError(f"the single server has ended, so its answers are missing:\n{log[-5000:]}")
+        if self.single.process.poll() is not None:
+            raise RuntimeError(f"the single server has ended, so its answers are missing:\n{self.single.said[-5000:]}")
 
-    def stop(self) -> None:
-        if hasattr(self, "_single"):
-            stop([self._single])
-        if hasattr(self, "service"):
-            self.service.stop()
 
-    def _single_arguments(self, adapter: Path) -> list[str]:
-        return [
-            "vllm.entrypoints.openai.api_server",
-            *("--model", str(self.single_model), "--served-model-name", DEMO_SERVED_NAME),
-            *("--host", "127.0.0.1", "--port", str(self._port), "--dtype", "float32", "--enforce-eager"),
-            *(word for name, value in (ENGINE | SINGLE | self.frontend).items() for word in _option(name, value)),
-            *("--lora-modules", json.dumps({"name": ADAPTER, "path": str(adapter)})),
-        ]
+@contextmanager
+def pair_of_servers(
+    folder: Path,
+    damage: float = 0.0,
+    first_token: str = "decode",
+    tp: str = "1:1",
+    decode_replicas: int = 1,
+    frontend: dict[str, Any] = FRONTEND,
+) -> Iterator[PairOfServers]:
+    """Run both sides. With ``damage`` the single server has another checkpoint.
+
+    ``frontend``  arguments of the OpenAI layer
+    """
+    model = thinking_model(folder)
+    adapter = lora_adapter(folder / "adapter", DEMO_MODEL_DIR)
+    prefill_tp, decode_tp = map(int, tp.split(":"))
+    config = write_config(
+        "local.yaml",
+        folder,
+        engine=ENGINE,
+        frontend={**frontend, "lora_modules": [{"name": ADAPTER, "path": str(adapter)}]},
+        router={"client_priority": True, "first_token": first_token},
+        prefill={"tensor_parallel_size": prefill_tp},
+        decode={"tensor_parallel_size": decode_tp, "replicas": decode_replicas},
+        model=str(model),
+        served_model_name=DEMO_SERVED_NAME,
+    )
+    port = free_port()
+    single_model = damaged(str(model), damage) if damage else str(model)
+    arguments = [
+        *("--model", single_model, "--served-model-name", DEMO_SERVED_NAME),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
+        *(word for name, value in (ENGINE | SINGLE | frontend).items() for word in _option(name, value)),
+        *("--lora-modules", json.dumps({"name": ADAPTER, "path": str(adapter)})),
+    ]
+    service = ServiceProcess(config, folder)
+    with ExitStack() as stack:
+        # One side after the other: engines that start at once starve a small machine's Serve.
+        service.start()
+        stack.callback(service.stop)
+        single = module(folder / "single.log", API_SERVER, *arguments)
+        stack.callback(single.stop)
+        single.until_up(f"http://127.0.0.1:{port}/health")
+        yield PairOfServers(service, single, f"http://127.0.0.1:{port}", first_token)
 
 
 def _option(name: str, value: Any) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     return [flag] if value is True else [flag, str(value)]
-
-
-@contextmanager
-def pair_of_servers(folder: Path, damage: float = 0.0, **options: Any) -> Iterator[PairOfServers]:
-    """Run both sides; with ``damage`` the single server has another checkpoint."""
-    model = single = thinking_model(folder)
-    if damage:
-        single = Path(damaged(str(model), damage))
-    pair = PairOfServers(folder, model, single, **options)
-    try:
-        pair.start()
-        yield pair
-    finally:
-        pair.stop()

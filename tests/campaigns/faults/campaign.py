@@ -19,10 +19,10 @@ from tests.campaigns.faults import schedule
 from tests.campaigns.faults.lane import START_S, Lane
 from tests.campaigns.faults.presets import PRESETS
 from tests.campaigns.faults.questions import Questions, known
-from tests.campaigns.faults.schedule import Fault, FaultPair
+from tests.campaigns.faults.schedule import Injection
 from tests.campaigns.runner import Report
 
-Faults = Iterator[Fault | FaultPair]
+Faults = Iterator[Injection]
 
 
 def client() -> httpx.AsyncClient:
@@ -56,13 +56,13 @@ async def play(
         try:
             await lane.start("prefill", "decode")
             for fault in todo:
-                name = f"{fault.index}: {fault.what}, {fault.phase}"
+                name = f"{fault.index}: {fault.what}, {fault.first.phase}"
                 with report.case(name):
                     told = await lane.play(fault)
                     report.row(
                         family=fault.family,
                         what=fault.what,
-                        phase=fault.phase,
+                        phase=fault.first.phase,
                         index=fault.index,
                         connector=which,
                         **told,

@@ -25,7 +25,7 @@ from tests.campaigns.faults import references
 from tests.campaigns.faults.judge import Case, Outcome, Pool, findings, judge, late
 from tests.campaigns.faults.presets import Connector
 from tests.campaigns.faults.questions import Questions
-from tests.campaigns.faults.schedule import Fault, FaultPair
+from tests.campaigns.faults.schedule import Fault, Injection
 from tests.campaigns.faults.trials import Router, Trial
 
 START_S = 240.0
@@ -110,7 +110,7 @@ class Lane:
 
     # ---- a fault --------------------------------------------------------------------------------
 
-    async def play(self, fault: Fault | FaultPair) -> dict[str, Any]:
+    async def play(self, fault: Injection) -> dict[str, Any]:
         """Inject one fault, or two, and return the case; afterwards both engines work, replaced
         if necessary.
         """
@@ -119,14 +119,14 @@ class Lane:
         logs = {server.log: server.log.stat().st_size for server in self.servers.values()}
         traced_from = self.trace.stat().st_size
         started = time.monotonic()
-        if fault.phase == "handshake":
+        if fault.first.phase == "handshake":
             await self.start(rng.choice(("prefill", "decode")))
         trials: list[Trial] = []
         record: dict[str, Any] = {}
         self.repair = asyncio.ensure_future(_nothing())
         try:
-            if isinstance(fault, Fault) and fault.family == "reference":
-                await self._reference(fault, rng, trials)
+            if fault.family == "reference":
+                await self._reference(fault.first, rng, trials)
             else:
                 await self._strike(fault, rng, trials, traced_from)
         except references.NotApplicable as reason:
@@ -160,19 +160,17 @@ class Lane:
             fault.variant, self.router, asked, rng, self.connector.lease_s, restart_prefill, self.prefill.port, start
         )
 
-    async def _strike(
-        self, fault: Fault | FaultPair, rng: random.Random, trials: list[Trial], traced_from: int
-    ) -> None:
-        long = fault.phase in ("chunks", "transfer")
+    async def _strike(self, fault: Injection, rng: random.Random, trials: list[Trial], traced_from: int) -> None:
+        long = fault.first.phase in ("chunks", "transfer")
         subject = Trial(self.questions.some(rng, 1, 700 if long else 0)[0])
         released = asyncio.Event()
 
         async def between(trial: Trial) -> dict[str, Any] | None:
-            if fault.phase == "between":
+            if fault.first.phase == "between":
                 await released.wait()
             return trial.params
 
-        queued = fault.phase == "queued"
+        queued = fault.first.phase == "queued"
         company = [
             Trial(question)
             for question in self.questions.some(rng, 4 if queued else rng.choice((1, 2, 3)), 700 if queued else 0)
@@ -181,7 +179,7 @@ class Lane:
         work = [asyncio.ensure_future(self._go(trial, rng.random() < 0.5)) for trial in company]
         if not queued:
             await asyncio.sleep(rng.uniform(0, 0.3))
-        at_once = fault.at_once and self.connector.together
+        at_once = fault.first.at_once and self.connector.together
         leading = asyncio.ensure_future(self._go(subject, True) if at_once else self.router.in_turn(subject, between))
         work.append(leading)
         await self._moment(fault, subject, traced_from)
@@ -205,9 +203,9 @@ class Lane:
         else:
             await self.router.in_turn(trial)
 
-    async def _moment(self, struck: Fault | FaultPair, subject: Trial, traced_from: int) -> None:
+    async def _moment(self, struck: Injection, subject: Trial, traced_from: int) -> None:
         """Return in the fault's phase of the subject's life, as far as it can be observed."""
-        fault = struck.steps[0][0]
+        fault = struck.first
         computing_s = subject.question.prompt_tokens / self.prefill_tokens_per_s
         event, delay_s = {
             "queued": ("prefill_sent", 0.05 * fault.at),
@@ -292,7 +290,7 @@ class Lane:
 
     # ---- afterwards -----------------------------------------------------------------------------
 
-    async def _aftermath(self, fault: Fault | FaultPair, trials: list[Trial]) -> Case:
+    async def _aftermath(self, fault: Injection, trials: list[Trial]) -> Case:
         """Check the pools, then the processes, then a probe through both engines."""
         outcomes = Counter(map(judge, trials))
         last = max((trial.timestamps["ended"] for trial in trials), default=time.monotonic())

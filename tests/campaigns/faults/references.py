@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from testing.ports import free_port
-from tests.campaigns.faults.trials import Question, Router, Trial
+from tests.campaigns.faults.trials import Question, Router, Trial, record
 
 Params = dict[str, Any]
 
@@ -169,11 +169,8 @@ async def send(
 
 
 async def _decode_only(router: Router, trial: Trial, params: Params | None) -> None:
-    trial.stamp("started")
-    try:
+    async with record(trial):
         if params is None:
             trial.failure = "prefill has not answered"
         else:
             await router.decode(trial, params)
-    finally:
-        trial.stamp("ended")

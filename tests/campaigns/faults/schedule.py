@@ -56,10 +56,9 @@ class Fault:
     """One fault.
 
     ``part`` is the process of a server's tree that receives the signal; ``resume_s`` None means
-    never; ``at`` is 0 to 1, a moment in the phase. ``seed`` draws all other parameters.
+    never; ``at`` is 0 to 1, a moment in the phase.
     """
 
-    index: int
     family: str
     target: str
     part: str
@@ -68,7 +67,6 @@ class Fault:
     variant: str = ""
     at_once: bool = False
     at: float = 0.0
-    seed: int = 0
 
     @property
     def what(self) -> str:
@@ -84,11 +82,6 @@ class Fault:
         return "no fault"
 
     @property
-    def steps(self) -> tuple[tuple[Fault, float], ...]:
-        """Return each fault with the seconds since the previous one: itself."""
-        return ((self, 0.0),)
-
-    @property
     def _victim(self) -> str:
         return self.target if self.part == "tree" else f"{self.target}'s {self.part}"
 
@@ -99,35 +92,62 @@ class Fault:
         return "SIGCONT soon" if self.resume_s < 2 else "SIGCONT late"
 
 
+@dataclass(frozen=True)
+class Injection:
+    """A fault, or two: ``second`` follows ``first`` after ``delay_s``, in the phase of the first.
+
+    ``seed`` draws all other parameters.
+    """
+
+    index: int
+    seed: int
+    first: Fault
+    second: Fault | None = None
+    delay_s: float = 0.0
+
+    @property
+    def family(self) -> str:
+        return "pair" if self.second else self.first.family
+
+    @property
+    def what(self) -> str:
+        return f"{self.first.what}, then {self.second.what}" if self.second else self.first.what
+
+    @property
+    def steps(self) -> list[tuple[Fault, float]]:
+        """Return each fault with the seconds since the previous one."""
+        return [(self.first, 0.0), *([(self.second, self.delay_s)] if self.second else [])]
+
+
 SOON_S, LATE_S = (0.2, 1.5), (7.0, 12.0)
 
 
 def cells(tp_sizes: tuple[int, int]) -> list[tuple[Fault, int]]:
     """Return all kinds of faults and their weights, for these sizes of prefill and decode."""
-    found: list[tuple[Fault, int]] = [(Fault(0, "none", "", "", "decoding"), 4)]
+    found: list[tuple[Fault, int]] = [(Fault("none", "", "", "decoding"), 4)]
     for phase in PHASES:
         for target in ("prefill", "decode"):
-            found.append((Fault(0, "kill", target, "tree", phase), 3))
-            found.append((Fault(0, "stop", target, "tree", phase, resume_s=SOON_S[0]), 2))
-            found.append((Fault(0, "stop", target, "tree", phase, resume_s=LATE_S[0]), 1))
+            found.append((Fault("kill", target, "tree", phase), 3))
+            found.append((Fault("stop", target, "tree", phase, resume_s=SOON_S[0]), 2))
+            found.append((Fault("stop", target, "tree", phase, resume_s=LATE_S[0]), 1))
             if phase in ("chunks", "transfer"):
-                found.append((Fault(0, "stop", target, "tree", phase, resume_s=None), 1))
-                found.append((Fault(0, "kill", target, "core", phase), 1))
+                found.append((Fault("stop", target, "tree", phase, resume_s=None), 1))
+                found.append((Fault("kill", target, "core", phase), 1))
         if phase != "handshake":
-            found.append((Fault(0, "cancel", "client", "", phase), 4))
-            found.append((Fault(0, "cancel", "client", "", phase, variant="all requests"), 1))
+            found.append((Fault("cancel", "client", "", phase), 4))
+            found.append((Fault("cancel", "client", "", phase, variant="all requests"), 1))
     for target, size in zip(("prefill", "decode"), tp_sizes, strict=True):
         if size > 1:
             for phase in ("chunks", "offering", "transfer", "decoding"):
-                found += [(Fault(0, "kill", target, f"rank{rank}", phase), 1) for rank in range(size)]
-                found.append((Fault(0, "stop", target, f"rank{size - 1}", phase, resume_s=LATE_S[0]), 1))
-                found.append((Fault(0, "stop", target, f"rank{size - 1}", phase, resume_s=SOON_S[0]), 1))
-            found.append((Fault(0, "stop", target, f"rank{size - 1}", "transfer", resume_s=None), 1))
-    found += [(Fault(0, "reference", "client", "", "between", variant=variant), 2) for variant in REFERENCES]
+                found += [(Fault("kill", target, f"rank{rank}", phase), 1) for rank in range(size)]
+                found.append((Fault("stop", target, f"rank{size - 1}", phase, resume_s=LATE_S[0]), 1))
+                found.append((Fault("stop", target, f"rank{size - 1}", phase, resume_s=SOON_S[0]), 1))
+            found.append((Fault("stop", target, f"rank{size - 1}", "transfer", resume_s=None), 1))
+    found += [(Fault("reference", "client", "", "between", variant=variant), 2) for variant in REFERENCES]
     return found
 
 
-def schedule(seed: int, tp_sizes: tuple[int, int], pattern: str = "") -> Iterator[Fault]:
+def schedule(seed: int, tp_sizes: tuple[int, int], pattern: str = "") -> Iterator[Injection]:
     """Yield faults without end; those that do not match ``pattern`` are left out."""
     wanted = re.compile(pattern)
     round_of = [fault for fault, weight in cells(tp_sizes) for _ in range(weight)]
@@ -137,14 +157,13 @@ def schedule(seed: int, tp_sizes: tuple[int, int], pattern: str = "") -> Iterato
         for drawn in rng.sample(round_of, len(round_of)):
             fault = replace(
                 drawn,
-                index=index,
                 resume_s=_moment(rng, drawn.resume_s),
                 at_once=rng.random() < 0.5 and drawn.family != "reference" and drawn.phase != "between",
                 at=rng.random(),
-                seed=rng.getrandbits(32),
             )
+            seed_of = rng.getrandbits(32)
             if wanted.search(f"{fault.family} {fault.what} {fault.phase}"):
-                yield fault
+                yield Injection(index, seed_of, fault)
             index += 1
 
 
@@ -160,43 +179,14 @@ AT_ONCE_S, WITHIN_S = 0.05, 1.5
 """Half of the second faults follow in less than AT_ONCE_S, the others in less than WITHIN_S."""
 
 
-@dataclass(frozen=True)
-class FaultPair:
-    """``second`` follows ``first`` after ``delay_s``; the phase is that of the first."""
-
-    index: int
-    first: Fault
-    second: Fault
-    delay_s: float
-    seed: int
-
-    family = "pair"
-
-    @property
-    def what(self) -> str:
-        return f"{self.first.what}, then {self.second.what}"
-
-    @property
-    def phase(self) -> str:
-        return self.first.phase
-
-    @property
-    def at_once(self) -> bool:
-        return self.first.at_once
-
-    @property
-    def steps(self) -> tuple[tuple[Fault, float], ...]:
-        return ((self.first, 0.0), (self.second, self.delay_s))
-
-
 def kinds(tp_sizes: tuple[int, int]) -> list[Fault]:
     """Return the faults that pairs consist of."""
-    found = [Fault(0, "cancel", "client", "", "", variant=variant) for variant in ("", "all requests")]
+    found = [Fault("cancel", "client", "", "", variant=variant) for variant in ("", "all requests")]
     for target, size in zip(("prefill", "decode"), tp_sizes, strict=True):
         rank = f"rank{size - 1}"
-        found += [Fault(0, "kill", target, part, "") for part in ("tree", "core", rank)]
-        found += [Fault(0, "stop", target, "tree", "", resume_s=soonest) for soonest in (SOON_S[0], LATE_S[0], None)]
-        found.append(Fault(0, "stop", target, rank, "", resume_s=LATE_S[0]))
+        found += [Fault("kill", target, part, "") for part in ("tree", "core", rank)]
+        found += [Fault("stop", target, "tree", "", resume_s=soonest) for soonest in (SOON_S[0], LATE_S[0], None)]
+        found.append(Fault("stop", target, rank, "", resume_s=LATE_S[0]))
     return found
 
 
@@ -216,7 +206,7 @@ def _hard(first: Fault, second: Fault) -> bool:
     return both == {("stop", "prefill", "rank"), ("kill", "prefill", "core")}
 
 
-def pairs(seed: int, tp_sizes: tuple[int, int]) -> Iterator[FaultPair]:
+def pairs(seed: int, tp_sizes: tuple[int, int]) -> Iterator[Injection]:
     """Yield pairs without end, hard ones first in each round.
 
     The second fault starts during the first one, or soon after it.
@@ -227,11 +217,8 @@ def pairs(seed: int, tp_sizes: tuple[int, int]) -> Iterator[FaultPair]:
         for first, second in sorted(drawn, key=lambda pair: not _hard(*pair)):
             phase = "transfer" if _hard(first, second) else rng.choice(PHASES)
             at_once = rng.random() < 0.5 and phase != "between"
-            yield FaultPair(
-                index,
-                replace(first, phase=phase, resume_s=_moment(rng, first.resume_s), at_once=at_once, at=rng.random()),
-                replace(second, phase=phase, resume_s=_moment(rng, second.resume_s)),
-                rng.uniform(0, AT_ONCE_S if rng.random() < 0.5 else WITHIN_S),
-                rng.getrandbits(32),
-            )
+            first = replace(first, phase=phase, resume_s=_moment(rng, first.resume_s), at_once=at_once, at=rng.random())
+            second = replace(second, phase=phase, resume_s=_moment(rng, second.resume_s))
+            delay_s = rng.uniform(0, AT_ONCE_S if rng.random() < 0.5 else WITHIN_S)
+            yield Injection(index, rng.getrandbits(32), first, second, delay_s)
             index += 1

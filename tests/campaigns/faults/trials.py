@@ -9,7 +9,8 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +103,7 @@ class Router:
         """Send prefill, then decode with prefill's answer, unless ``between`` changes it or
         returns None.
         """
-        async with _record(trial):
+        async with record(trial):
             if not await self.prefill(trial):
                 return
             params = trial.params
@@ -116,7 +117,7 @@ class Router:
 
         ``address``  prefill's answer to ``describe``
         """
-        async with _record(trial):
+        async with record(trial):
             leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": trial.trial_id}
             first = asyncio.ensure_future(self.prefill(trial, leg, sole=False))
             try:
@@ -194,18 +195,17 @@ class Router:
             trial.failure = trial.failure or "decode: the stream ends without [DONE]"
 
 
-class _record:
+@asynccontextmanager
+async def record(trial: Trial) -> AsyncIterator[None]:
     """Mark the trial's end; a cancellation is the driver's, and propagates."""
-
-    def __init__(self, trial: Trial) -> None:
-        self._trial = trial
-
-    async def __aenter__(self) -> None:
-        self._trial.stamp("started")
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._trial.stamp("ended")
-        self._trial.cancelled = kind is asyncio.CancelledError
+    trial.stamp("started")
+    try:
+        yield
+    except asyncio.CancelledError:
+        trial.cancelled = True
+        raise
+    finally:
+        trial.stamp("ended")
 
 
 def _body(trial: Trial) -> dict[str, Any]:

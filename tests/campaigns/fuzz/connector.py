@@ -18,7 +18,6 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import cast
@@ -319,15 +318,6 @@ def _rss_mib() -> float:
     return psutil.Process().memory_info().rss / 2**20
 
 
-@contextlib.contextmanager
-def campaign(seed: int, secret: str, inside: bool) -> Iterator[Campaign]:
-    one = Campaign(seed, secret, inside)
-    try:
-        yield one
-    finally:
-        one.close()
-
-
 THREADS_END_S = 30.0
 KINDS = {"no secret": ("", True), "outside": (SECRET, False), "inside": (SECRET, True)}
 
@@ -336,7 +326,7 @@ def connector(report: Report, *, count: int = 300, seed: int = 1, only: str = ""
     """``count`` rounds of each kind: `no secret`, `outside` (without it), `inside` (with it)."""
     for kind, (secret, inside) in KINDS.items():
         if only in kind:
-            with report.case(kind), campaign(seed, secret, inside) as one:
+            with report.case(kind), contextlib.closing(Campaign(seed, secret, inside)) as one:
                 found = one.run(count)
                 report.row(
                     kind=kind,

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
 
-from connectors.errors import TandemError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Region
 from connectors.transport.device_digest import CacheMemory
 from connectors.transport.nixl import NixlTransport
-from tests.campaigns.gpu.device import memory_kind_of, set_current, synchronize, until
+from testing.remote import Remote
+from tests.campaigns.gpu.device import DEADLINE_S, memory_kind_of, set_current, synchronize, until
 
 PAGE_BYTES, PAGES, CANARY = 4096, 256, 0xA5
 POLL_S = 0.0005
@@ -61,7 +57,7 @@ class Agent:
         self.meet, self.notify = self.transport.add_peer, self.transport.notify
 
     @property
-    def address(self) -> Address:
+    def made(self) -> Address:
         return Address(self.transport.metadata(), self.pages.data_ptr(), self.bulk.data_ptr())
 
     def fill(self, content: bytes) -> None:
@@ -79,40 +75,25 @@ class Agent:
         stream.feed(self.pages.data_ptr() + np.asarray(ids, np.int64) * PAGE_BYTES, PAGE_BYTES)
         return stream.digest()
 
-    def collect(self) -> None:
+    def idle(self) -> None:
+        """Let NIXL make progress."""
         self.inbox += self.transport.notifications()
 
     def take_messages(self) -> list[tuple[str, bytes]]:
         """Return the messages received since the last call."""
-        self.collect()
+        self.idle()
         taken, self.inbox = self.inbox, []
         return taken
 
     def modules(self) -> list[str]:
         """Return the names of the top-level modules that this process has imported."""
+        # It must work without vLLM.
+        from connectors.vllm_hma.worker_side import steps  # noqa: F401
+
         return sorted({name.partition(".")[0] for name in sys.modules})
 
-
-def _serve(connection: Connection, device: str, bulk_bytes: int) -> None:
-    """Call an agent's methods for the other process, and let NIXL make progress meanwhile."""
-    # Import what must work without vLLM, so that Agent.modules lists it.
-    from connectors.vllm_hma.worker_side import steps  # noqa: F401
-
-    agent = Agent("theirs/0", torch.device(device), bulk_bytes)
-    connection.send(agent.address)
-    while True:
-        agent.collect()
-        if not connection.poll(POLL_S):
-            continue
-        try:
-            method, arguments = connection.recv()
-        except EOFError:
-            break
-        try:
-            connection.send(getattr(agent, method)(*arguments))
-        except TandemError as error:
-            connection.send(RuntimeError(str(error)))
-    agent.transport.close()
+    def close(self) -> None:
+        self.transport.close()
 
 
 class Pair:
@@ -125,47 +106,24 @@ class Pair:
     ) -> None:
         self.device, self.bulk_bytes = device, bulk_bytes
         self._their_kind = memory_kind_of(peer_device or device)
-        context = multiprocessing.get_context("spawn")
-        self._connection, end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(end, str(peer_device or device), bulk_bytes), daemon=True)
-        self._process.start()
-        end.close()
+        there = "theirs/0", peer_device or device, bulk_bytes
+        self._remote = Remote(Agent, *there, rest_s=POLL_S, answer_s=DEADLINE_S)
+        self.theirs: Address = self._remote.made
+        self.call = self._remote.call
         try:
             self.ours = Agent("ours/0", device, bulk_bytes)
-            self.theirs: Address = self._answer()
             self.peer = self.ours.meet(self.theirs.metadata)
-            self.us = self.call("meet", self.ours.address.metadata)
+            self.us = self.call("meet", self.ours.made.metadata)
         except BaseException:
-            self._process.kill()
+            self._remote.close()
             raise
 
     def __enter__(self) -> Pair:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._connection.close()
-        self._process.join(5.0)
-        self._process.kill()
-        self._process.join()
-        self.ours.transport.close()
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the other agent. RuntimeError: it fails, or the process has ended."""
-        self._connection.send((method, arguments))
-        answer = self._answer()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def _answer(self) -> Any:
-        until(lambda: self._connection.poll(0.01), "an answer of the other process")
-        try:
-            return self._connection.recv()
-        except EOFError:
-            self._process.join(5.0)
-            raise RuntimeError(f"the other process ended with status {self._process.exitcode}") from None
+    def __exit__(self, *error: object) -> None:
+        self._remote.close()
+        self.ours.close()
 
     def refill(self) -> None:
         """Fill our pages with distinct 32-bit words, and theirs with canaries."""
@@ -190,7 +148,7 @@ class Pair:
         found: list[tuple[str, bytes]] = []
 
         def arrived() -> list[tuple[str, bytes]]:
-            self.ours.collect()
+            self.ours.idle()
             taken: list[tuple[str, bytes]] = self.call("take_messages")
             return taken
 

@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 import urllib.request
-import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -155,7 +154,6 @@ def stages_ms(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 def start(arm: str, folder: Path, cpu: bool) -> list[Any]:
     """Return the engines of an arm, with random weights; the decode engine comes last."""
     from transformers import Qwen3Config
-    from vllm.config import KVTransferConfig
 
     from testing.engines import start_engine
     from tests.campaigns.gpu.campaign import gpus
@@ -170,41 +168,34 @@ def start(arm: str, folder: Path, cpu: bool) -> list[Any]:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(5600 + 10 * number)
         if arm == "nixl_connector":
-            arguments["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="NixlConnector", kv_role=connector, kv_load_failure_policy="recompute"
-            )
-        own = connector if arm == "tandem" else None
-        engines.append(start_engine(str(model), 1, own, transfer={"trace_path": str(folder / "trace")}, **arguments))
+            arguments["connector"] = "NixlConnector"
+        else:
+            arguments["transfer"] = {"trace_path": str(folder / "trace")}
+        engines.append(start_engine(str(model), 1, connector, **arguments))
     return engines
 
 
 async def measure(arm: str, engines: list[Any], folder: Path, cpu: bool) -> dict[str, Any]:
     """Measure TTFT in turns with the arms of other processes (a lock on ``folder``)."""
-    from testing.engines import describe
-    from testing.legs import leg
-    from testing.sequential_proxy import PRODUCE
+    from testing.engines import Pair, describe, generate
     from testing.trace import read_trace
 
-    prefill, decode, trace = engines[0], engines[-1], folder / "trace"
+    trace = folder / "trace"
     trace.touch()
-    address = await describe(prefill) if arm == "tandem" else {}
+    pair = Pair(engines[0], engines[-1], await describe(engines[0]) if arm == "tandem" else {})
     rng, lengths = random.Random(0), SMALL_LENGTHS if cpu else LENGTHS
     figures: dict[str, Any] = {}
 
     async def send(length: int, **sampling: Any) -> tuple[float, int]:
         """Return the milliseconds to the first token, and the number of tokens."""
         prompt = [rng.randrange(3, 2000) for _ in range(length)]
-        began, transfer_id, transfer = time.monotonic(), uuid.uuid4().hex, None
-        first_leg: asyncio.Future[Any] = asyncio.ensure_future(asyncio.sleep(0))
-        if arm == "nixl_connector":
-            transfer = (await leg(prefill, prompt, 1, PRODUCE)).output.kv_transfer_params
-        elif arm == "tandem":
-            transfer = address | {"transfer_id": transfer_id}
-            produce = {"do_remote_decode": True, "transfer_id": transfer_id}
-            first_leg = asyncio.ensure_future(leg(prefill, prompt, 1, produce))
-        answer = await leg(decode, prompt, ANSWER_TOKENS, transfer, **sampling)
-        await first_leg
-        return 1e3 * (answer.first_token_at - began), len(answer.output.outputs[0].token_ids)
+        began, own = time.monotonic(), {"logprobs": None, **sampling}
+        if arm == "one_engine":
+            answer = await generate(pair.decode, prompt, ANSWER_TOKENS, **own)
+        else:
+            send = pair.together if arm == "tandem" else pair.in_turn
+            answer = await send(prompt, ANSWER_TOKENS, decode=own)
+        return 1e3 * (answer.token_at[0] - began), len(answer.tokens)
 
     lock = os.open(folder, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import os
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
-_CLONE_NEWNET = 0x40000000
+from testing.hosts import enter_network
+
 _CHUNK_BYTES = 65536
-_TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
@@ -22,33 +19,25 @@ def forwarded_port(pid: int, address: str, port: int) -> Iterator[int]:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            made = await loop.run_in_executor(inside, socket.create_connection, (address, port), _TIMEOUT_S)
-            made.setblocking(False)
-            there = await asyncio.open_connection(sock=made)
+            there = await asyncio.open_connection(address, port)
             await asyncio.gather(_copy(reader, there[1]), _copy(there[0], writer))
         writer.close()
 
-    async def listen() -> asyncio.Server:
-        return await asyncio.start_server(serve, "127.0.0.1", 0, backlog=128)
+    def run() -> None:
+        # A socket stays in the namespace of its creation: this thread creates the others there.
+        enter_network(pid)
+        loop.run_until_complete(asyncio.start_server(serve, sock=listener))
+        loop.run_forever()
 
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    listener, loop = socket.create_server(("127.0.0.1", 0), backlog=128), asyncio.new_event_loop()
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    # A socket stays in the namespace of its creation: one thread lives there and creates them all.
-    with ThreadPoolExecutor(1, initializer=_enter, initargs=(pid,)) as inside:
-        server = asyncio.run_coroutine_threadsafe(listen(), loop).result()
-        try:
-            yield server.sockets[0].getsockname()[1]
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-
-
-def _enter(pid: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/proc/{pid}/ns/net", encoding="utf-8") as network:
-        if libc.setns(network.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        listener.close()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

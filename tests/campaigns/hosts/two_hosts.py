@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import secrets
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,8 +22,8 @@ from pathlib import Path
 
 from app.run import CURL, DEMO_PROMPT
 from configs.settings.service import DEMO_SERVED_NAME
+from testing.hosts import Host, Switch, hosts
 from testing.signals import interrupt_on_signals
-from tests.campaigns.hosts.hosts import Host, Switch, hosts
 from tests.campaigns.hosts.port_forward import forwarded_port
 
 FRONT, BACK = "decode", "prefill"
@@ -33,7 +32,6 @@ FRONT, BACK = "decode", "prefill"
 RAY_PORT, HTTP_PORT = 6379, 8000
 START_TIMEOUT_S = 300.0
 NODE_TIMEOUT_S = 120.0
-POLL_S = 0.5
 
 
 @dataclass
@@ -74,7 +72,7 @@ class TwoHosts:
         address = f"{self.front.address}:{RAY_PORT}"
         launch = ["-m", "app.run", "--config", str(self.config), "--address", address, "--port", str(HTTP_PORT)]
         service = self.front.start([sys.executable, *launch], self.folder / "service.log", **self._environment)
-        self._wait(service, "service.log", "tandem: ready", START_TIMEOUT_S)
+        service.until("tandem: ready", START_TIMEOUT_S)
 
     def start_back(self) -> None:
         """Start (again) the Ray node for prefill."""
@@ -84,16 +82,9 @@ class TwoHosts:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
         own = [f"--node-ip-address={host.address}", f"--temp-dir={self.folder / host.name}"]
         small = ["--num-cpus=1", "--object-store-memory=100000000"]
-        log = f"ray-{host.name}-{time.monotonic_ns()}.log"
-        node = host.start([*command, *own, *small], self.folder / log, **self._environment)
-        self._wait(node, log, "Ray runtime started", NODE_TIMEOUT_S)
-
-    def _wait(self, process: subprocess.Popen[bytes], log: str, words: str, timeout_s: float) -> None:
-        give_up_at = time.monotonic() + timeout_s
-        while words not in (text := (self.folder / log).read_text(errors="replace")):
-            if process.poll() is not None or time.monotonic() > give_up_at:
-                raise RuntimeError(f"{log}: not {words!r} (ended: {process.poll()}):\n{text[-4000:]}")
-            time.sleep(POLL_S)
+        log = self.folder / f"ray-{host.name}-{time.monotonic_ns()}.log"
+        node = host.start([*command, *own, *small], log, **self._environment)
+        node.until("Ray runtime started", NODE_TIMEOUT_S)
 
 
 @contextlib.contextmanager

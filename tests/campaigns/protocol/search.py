@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.campaigns.protocol.automata import Broken
+from tests.campaigns.protocol.events import Events
 from tests.campaigns.protocol.states import Draft, State, Step
 from tests.campaigns.protocol.transfers import NEVER, Scenario
-from tests.campaigns.protocol.world import World
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def explore(scenario: Scenario) -> Found:
     check proves that these steps lead to an end from everywhere: every wait ends.
     """
     started_at = time.monotonic()
-    world = World(scenario)
+    world = Events(scenario)
     first = world.first()
     index = {first: 0}
     states, parents, then = [first], array("I", [0]), array("I", [0])
@@ -64,7 +64,7 @@ def explore(scenario: Scenario) -> Found:
     return Found(len(states), steps, ends, seconds)
 
 
-def successors(world: World, state: State) -> Iterator[tuple[Step, State, bool]]:
+def successors(world: Events, state: State) -> Iterator[tuple[Step, State, bool]]:
     """Yield (event, the state after it, whether it happens without a fault)."""
     before = world.unpack(state)
     alone = world.alone(before)
@@ -111,7 +111,7 @@ def first_endless(then: array[int]) -> int | None:
     return None
 
 
-def way(world: World, states: list[State], parents: array[int], at: int) -> list[str]:
+def way(world: Events, states: list[State], parents: array[int], at: int) -> list[str]:
     """Return the events from the first state on. Ranks may change names on the way."""
     labels: list[str] = []
     while at:

@@ -122,6 +122,25 @@ class Draft:
     budget: Budget
     refuses: bool = False
 
+    @property
+    def prefills(self) -> list[int]:
+        """The producer ranks that live."""
+        return [p for p, a in enumerate(self.a) if a.machine != DEAD]
+
+    @property
+    def decodes(self) -> list[int]:
+        """The consumer ranks that live."""
+        return [c for c, b in enumerate(self.b) if b.machine != DEAD]
+
+    def set_a(self, p: int, **values: Any) -> None:
+        self.a[p] = self.a[p]._replace(**values)
+
+    def set_b(self, c: int, **values: Any) -> None:
+        self.b[c] = self.b[c]._replace(**values)
+
+    def drop_letters(self, to_consumer: bool, rank: int) -> None:
+        self.net = {letter for letter in self.net if letter[:2] != (to_consumer, rank)}
+
 
 Step = tuple[Callable[..., None], tuple[Any, ...]]
 """A method of the world that changes a draft, and its arguments."""

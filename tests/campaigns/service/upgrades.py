@@ -10,24 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
-import secrets
 import shutil
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from actors.rpc.protocol import NEWEST_VERSION
 from connectors.protocol.agent_metadata import PROTOCOL_VERSION
-from testing.facts import make_prompt
-from testing.ray_nodes import RayNode
-from testing.service_process import ROOT
+from testing.programs import ROOT, Program
 from tests.campaigns.runner import Report
 from tests.campaigns.service.cluster import Cluster
-from tests.campaigns.service.world import MODEL, REQUEST_S
+from tests.campaigns.service.world import Clients
 
 ROLES = {"router": 1, "prefill": 2, "decode": 1}
 TURNS = {"turns": ("prefill", "decode", "prefill"), "groups": ("prefill", "prefill", "decode")}
@@ -74,77 +67,43 @@ def upgrade(report: Report, *, order: str = "turns", clients: int = 3, settle_s:
         os.chdir(ROOT)
 
 
-def _start(cluster: Cluster, role: str, **environment: str) -> RayNode:
+def _start(cluster: Cluster, role: str, **environment: str) -> Program:
     return cluster.nodes.start_worker(1, f"--labels=tandem/role={role}", **environment)
-
-
-class Load:
-    """Clients that send one prompt after the other; each reports whether decode computed it."""
-
-    def __init__(self, url: str) -> None:
-        self.outcomes: Counter[str] = Counter()
-        self.timeline: list[tuple[float, str]] = []
-        self._url, self._began, self.over = url, time.monotonic(), False
-
-    async def client(self, number: int) -> None:
-        rng = random.Random(number)
-        async with httpx.AsyncClient(base_url=self._url, timeout=REQUEST_S) as http:
-            while not self.over:
-                outcome = await self._ask(http, rng)
-                self.outcomes[outcome] += 1
-                self.timeline.append((round(time.monotonic() - self._began, 1), outcome))
-                await asyncio.sleep(0.2)
-
-    async def _ask(self, http: httpx.AsyncClient, rng: random.Random) -> str:
-        prompt = make_prompt(rng, 60).text
-        body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 12, "cache_salt": secrets.token_hex()}
-        try:
-            reply = await http.post("/v1/completions", json=body)
-        except httpx.HTTPError as error:
-            return f"failed: {type(error).__name__}"
-        if reply.status_code != httpx.codes.OK:
-            return f"failed: HTTP {reply.status_code}"
-        if reply.headers["x-tandem-route"] == "local":
-            return f"recomputed: {reply.headers['x-tandem-local-reason']}"
-        return "recomputed: transfer" if "recompute" in reply.headers.get("server-timing", "") else "remote"
 
 
 async def _upgrade(
     report: Report,
     cluster: Cluster,
-    old: dict[str, list[RayNode]],
+    old: dict[str, list[Program]],
     later: Path,
     turns: tuple[str, ...],
     clients: int,
     settle_s: float,
 ) -> None:
-    load = Load(cluster.url)
-    running = [asyncio.create_task(load.client(number)) for number in range(clients)]
+    load = Clients(cluster.url, at_once=clients, pause_s=0.2, streams=False, facts=(60,), explain=True)
+    await load.learn()
+    load.next_phase(report, "before")
+    load.start()
     try:
         await asyncio.sleep(settle_s)
-        report.row(phase="before", outcomes=dict(load.outcomes))
         for role in turns:
-            before, began = Counter(load.outcomes), time.monotonic()
+            load.next_phase(report, f"{role} replaced")
             await asyncio.to_thread(_start, cluster, role, PYTHONPATH=str(later))
             await asyncio.to_thread(_leave, old[role].pop(0))
             await asyncio.to_thread(cluster.settle)
             await asyncio.sleep(settle_s)
-            health = (await asyncio.to_thread(httpx.get, f"{cluster.url}/health", timeout=30)).json()
-            seconds = round(time.monotonic() - began)
-            report.row(phase=role, seconds=seconds, outcomes=dict(load.outcomes - before), health=health)
     finally:
-        load.over = True
-        await asyncio.gather(*running)
-    bad = {name: count for name, count in load.outcomes.items() if name != "remote"}
-    recomputed = sum(count for name, count in bad.items() if name.startswith("recomputed"))
-    share = recomputed / max(load.outcomes.total(), 1)
-    report.row(requests=load.outcomes.total(), recomputed_share=round(share, 4), **bad)
+        await load.stop()
+    load.next_phase(report)
+    load.judge(report)
+    routes = sum((each.routes for each in load.loads), Counter[str]())
+    share = 1 - routes["remote"] / max(routes.total(), 1)
+    report.row(requests=routes.total(), recomputed_share=round(share, 4), **routes)
     report.row(timeline=load.timeline)
-    report.check(not any(name.startswith("failed") for name in bad), f"requests failed: {bad}")
     report.check(share <= MOST_RECOMPUTED, f"decode computed {share:.1%} of the prompts")
 
 
-def _leave(node: RayNode) -> None:
+def _leave(node: Program) -> None:
     """Send SIGTERM to the node, and wait until its replica has moved and it has ended."""
     node.process.terminate()
     node.process.wait(LEFT_S)

@@ -167,6 +167,8 @@ class Clients:
     ``pause_s``  between two requests: engines may start on the same cores
     ``streams``  whether every second request is streamed
     ``may_be_refused``  whether an error breaks no promise
+    ``explain``  whether requests that decode computed have the route ``recomputed: reason``
+    ``timeline``  time in seconds and route of each answer
     """
 
     url: str
@@ -176,10 +178,13 @@ class Clients:
     streams: bool = True
     facts: tuple[int, ...] = (4, 20, 60, 120)
     may_be_refused: bool = False
+    explain: bool = False
+    timeline: list[tuple[float, str]] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     _questions: list[tuple[RecallPrompt, bool, str]] = field(default_factory=list)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _asked: int = 0
+    _began: float = field(default_factory=time.monotonic)
 
     @property
     def load(self) -> Load:
@@ -226,13 +231,15 @@ class Clients:
             for one in (*(() if self.may_be_refused else load.failed[:5]), *load.wrong[:5]):
                 report.problem(f"{load.phase}: {one}")
 
-    def _http(self) -> httpx.AsyncClient:
+    def _http(self, explain: bool = False) -> httpx.AsyncClient:
+        headers = {"x-tandem-explain": "1"} if explain else {}
         # No idle connections: a server could close one just as the next request is sent on it.
-        return httpx.AsyncClient(base_url=self.url, timeout=REQUEST_S, limits=httpx.Limits(max_keepalive_connections=0))
+        limits = httpx.Limits(max_keepalive_connections=0)
+        return httpx.AsyncClient(base_url=self.url, timeout=REQUEST_S, limits=limits, headers=headers)
 
     async def _client(self) -> None:
         me = asyncio.current_task()
-        async with self._http() as http:
+        async with self._http(self.explain) as http:
             while me in self._tasks:
                 self._asked += 1
                 await self._one(http, self._asked)
@@ -251,6 +258,7 @@ class Clients:
             load.requests += 1
             load.slowest_s = max(load.slowest_s, round(time.monotonic() - began, 2))
         load.routes[route] += 1
+        self.timeline.append((round(time.monotonic() - self._began, 1), route))
         if text != expected:
             load.wrong.append(f"request {number}: {text!r} where {expected!r} is right")
 
@@ -266,4 +274,10 @@ async def ask(
     choice = said(reply.content) if stream else reply.json()["choices"][0]
     text = choice["text"] if not chat else choice["delta"]["content"] if stream else choice["message"]["content"]
     # The headers of a stream that waits long for its first token are sent before its route.
-    return reply.headers.get("x-tandem-route", "no route yet"), str(text)
+    route = reply.headers.get("x-tandem-route", "no route yet")
+    if "x-tandem-explain" in http.headers:
+        if route == "local":
+            route = f"recomputed: {reply.headers['x-tandem-local-reason']}"
+        elif "recompute" in reply.headers["server-timing"]:
+            route = "recomputed: transfer"
+    return route, str(text)

@@ -161,7 +161,7 @@ async def engines(
     started: list[AsyncLLM] = []
     try:
         for side, (role, own) in enumerate((("kv_producer", prefill), ("kv_consumer", decode))):
-            ranks = {"data_parallel_size": shape.dp[side]} if shape.dp[side] > 1 else {}
+            ranks: dict[str, Any] = {"data_parallel_size": shape.dp[side]} if shape.dp[side] > 1 else {}
             started.append(start_engine(model, shape.tp[side], role, transfer=config, **ranks, **(own or {})))
         sides = [list(range(size)) if size > 1 else [None] for size in shape.dp]
         addresses = {rank: await describe(started[0], rank) for rank in sides[0]}

@@ -16,19 +16,16 @@ import os
 import random
 import signal
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm.config import KVTransferConfig
-
 from actors.upstream.cpu_build.vllm_cpu_kernels import cpu_features
 from connectors.store.keys.names import DIGEST_BYTES, ObjectName
 from testing import fork_server
-from testing.engines import Answer, describe, generate, start_engine
+from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import MAX_TOKENS, difference
 from testing.models import VOCABULARY, deepseek_v2, qwen3_next
 from tests.campaigns.runner import Report
@@ -105,18 +102,6 @@ class Setup:
     engine: dict[str, Any] = field(default_factory=dict)
 
 
-async def _answer(prefill: Any, decode: Any, address: dict[str, Any], prompt: Prompt) -> tuple[Answer, int]:
-    """Return the answer, and the prompt tokens that prefill, or the one engine, did not compute."""
-    if prefill is decode:
-        answer = await generate(decode, prompt, MAX_TOKENS)
-        return answer, answer.cached_tokens or 0
-    transfer = {"transfer_id": uuid.uuid4().hex}
-    leg = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
-    first = asyncio.ensure_future(generate(prefill, prompt, 1, leg, logprobs=None))
-    answer = await generate(decode, prompt, MAX_TOKENS, address | transfer)
-    return answer, (await first).cached_tokens or 0
-
-
 async def _serve(setup: Setup, pipe: Connection) -> None:
     """Answer lists of prompts, CLIENTS at a time; an empty list stands for load without end."""
     store: dict[str, Any] = {
@@ -139,26 +124,23 @@ async def _serve(setup: Setup, pipe: Connection) -> None:
     }
     roles: Sequence[str | None] = ("kv_producer", "kv_consumer")
     if len(setup.shape.tp_sizes) == 1:
-        roles = (None,)
-        if setup.path:
-            arguments["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="TandemStoreConnector",
-                kv_connector_module_path="connectors.vllm_hma.store_connector",
-                kv_role="kv_both",
-                kv_load_failure_policy="recompute",
-                kv_connector_extra_config={"store": store},
-            )
+        roles = ("kv_both" if setup.path else None,)
+        arguments["connector"] = "TandemStoreConnector"
     engines = [
         start_engine(setup.model, size, role, transfer={"store": store}, **arguments)
         for role, size in zip(roles, setup.shape.tp_sizes, strict=True)
     ]
-    prefill, decode = engines[0], engines[-1]
-    address = {} if prefill is decode else await describe(prefill)
+    pair = Pair(engines[0], engines[1], await describe(engines[0])) if engines[1:] else None
     slots, dice = asyncio.Semaphore(CLIENTS), random.Random(5)
 
     async def one(prompt: Prompt) -> tuple[Answer, int]:
+        """Return the answer, and the cached prompt tokens of prefill or of the one engine."""
         async with slots:
-            return await _answer(prefill, decode, address, prompt)
+            if pair is None:
+                answer = await generate(engines[0], prompt, MAX_TOKENS)
+                return answer, answer.cached_tokens or 0
+            answer = await pair.together(prompt, MAX_TOKENS)
+            return answer, answer.prefill.cached_tokens or 0
 
     async def load() -> None:
         while True:

@@ -1,5 +1,5 @@
 """Hosts on this machine: namespaces of network, processes and IPC, on a switch whose ports can be
-cut.
+cut. Processes of this one can also start in a host's network alone.
 
 Needs root and iproute2. Nothing has a name outside: the kernel removes all of it with the processes
 in it, and these end with the process that started them.
@@ -12,19 +12,24 @@ No interface is left in this machine's own network, where other engines could us
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from testing.programs import Program
+
 SUBNET = "10.209.0"
 
-BURST = "256kb"
-"""tc's bucket: the burst that may be sent at once."""
+LIMIT = "burst 256kb latency 100ms"
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
+_MNT_DETACH = 2
+_PRIVATE = 0x4000 | 1 << 18
+"""mount(2): MS_REC, MS_PRIVATE"""
 
 
 @dataclass(frozen=True)
@@ -64,17 +69,26 @@ class Host:
         spaces = ("--net", "--pid", "--ipc", "--mount")
         return ["nsenter", f"--target={self.pid}", *spaces, f"--wdns={os.getcwd()}", *command]
 
-    def start(self, command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command; append its output to ``log``."""
-        with log.open("ab") as file:
-            return subprocess.Popen(
-                self.command(command),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | environment,
-                start_new_session=True,
-            )
+    def start(self, command: Sequence[str], log: Path, **environment: str) -> Program:
+        return Program(self.command(command), log, os.environ | environment)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Start processes of the block in the host's network; this thread is outside afterwards.
+
+        The processes also see the host's devices in /sys, where UCX looks for them.
+        """
+        with open("/proc/thread-self/ns/net", encoding="utf-8") as outside:
+            _call("unshare", _CLONE_NEWNS)
+            _call("mount", b"none", b"/", None, _PRIVATE, None)
+            enter_network(self.pid)
+            try:
+                _call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
+                yield
+            finally:
+                # The kernel does not let a thread that has started others return to other mounts.
+                _call("umount2", b"/sys", _MNT_DETACH)
+                _call("setns", outside.fileno(), _CLONE_NEWNET)
 
     def running(self) -> list[str]:
         """Return the command lines of all but its first process."""
@@ -86,7 +100,7 @@ class Host:
 def hosts(names: Sequence[str], rate: str = "") -> Iterator[Switch]:
     """Create hosts of these names.
 
-    ``rate`` limits each one's link in both directions (``800mbit``, as for tc).
+    ``rate`` limits what each one sends (``800mbit``, as for tc).
     """
     with contextlib.ExitStack() as stack:
         pid = stack.enter_context(holder("--net", "--pid"))
@@ -99,9 +113,7 @@ def hosts(names: Sequence[str], rate: str = "") -> Iterator[Switch]:
             host = stack.enter_context(_host(switch, name, f"{SUBNET}.{number}"))
             made[name] = host
             if rate:
-                limit = ["root", "tbf", "rate", rate, "burst", BURST, "latency", "100ms"]
-                switch.run("tc", "qdisc", "add", "dev", name, *limit)
-                _run(*host.command(["tc", "qdisc", "add", "dev", "eth0", *limit]))
+                _run(*host.command(f"tc qdisc add dev eth0 root tbf rate {rate} {LIMIT}".split()))
         yield switch
 
 
@@ -149,6 +161,12 @@ def holder(*spaces: str) -> Iterator[int]:
             psutil.wait_procs(family, timeout=10)
 
 
+def enter_network(pid: int) -> None:
+    """Move this thread into the network of a process."""
+    with open(f"/proc/{pid}/ns/net", encoding="utf-8") as network:
+        _call("setns", network.fileno(), _CLONE_NEWNET)
+
+
 def _in_space(process: psutil.Process, space: int) -> str:
     """Return the command line of a process of that namespace; empty for others, and for an ended
     one.
@@ -159,5 +177,11 @@ def _in_space(process: psutil.Process, space: int) -> str:
     return ""
 
 
-def _run(*command: str) -> Any:
+def _run(*command: str) -> None:
     subprocess.run(command, check=True)
+
+
+def _call(name: str, *arguments: object) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments):
+        raise OSError(ctypes.get_errno(), name)
