@@ -138,10 +138,11 @@ class KeepAlive:
 
 async def until_disconnect(scope: Scope, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work` in this task; cancel it and raise ClientDisconnect if the client disconnects."""
-    task, connection = asyncio.current_task(), scope.get(CONNECTION)
+    task = asyncio.current_task()
+    connection: Any = scope.get(CONNECTION)
     assert task is not None, "a coroutine runs in a task"
-    own = None if connection is not None else asyncio.create_task(_disconnected(receive))
-    disconnected: asyncio.Future[None] = own or connection.disconnected
+    own = asyncio.create_task(_disconnected(receive)) if connection is None else None
+    disconnected: asyncio.Future[None] = connection.disconnected if own is None else own
     over = False
 
     def leave(_: asyncio.Future[None]) -> None:

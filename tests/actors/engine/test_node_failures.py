@@ -23,7 +23,8 @@ async def test_a_node_is_lost_some_time_after_it_is_dead(monkeypatch: pytest.Mon
     dead at the engine's start had no contact with it.
     """
     polls = [(100, "old a"), (109.9, "old a b"), (110, "old a b"), (111, "a b"), (119.8, "a"), (119.9, "a"), (999, "a")]
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
     told: list[tuple[str, float]] = []
 
     def dead_nodes() -> list[str]:
