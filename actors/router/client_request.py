@@ -53,11 +53,10 @@ class ClientRequest:
             # instances while it computes (https://github.com/python/cpython/issues/87634).
             vars(self).update(prompt=await asyncio.to_thread(read_prompt, self.body))
 
-    def with_metadata(self, **changes: Any) -> "ClientRequest":
-        """Return a copy with `changes` of attributes other than the body; keeps computed values."""
-        assert not changes.keys() & {"raw", "body"}
-        copy = replace(self, **changes)
-        vars(copy).update({name: vars(self)[name] for name in ("prompt",) if name in vars(self)})
+    def with_headers(self, headers: Headers) -> "ClientRequest":
+        """Return a copy with other headers; keeps computed values."""
+        copy = replace(self, headers=headers)
+        vars(copy).update({**vars(self), "headers": headers})
         return copy
 
     @property
@@ -152,18 +151,15 @@ def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
     return None
 
 
-def why_decode_samples(endpoint: Endpoint, body: Body) -> str | None:
-    """Return the reason in the request why decode must sample the first token, or None.
+def prefill_may_sample(endpoint: Endpoint, body: Body) -> bool:
+    """Return whether prefill may sample the first token of the answer.
 
-    If prefill samples it, decode samples the first token again, and the router drops decode's
-    events of it, as in a resumed stream. If decode samples a different token, the router tries to
-    resume the stream with prefill's token.
+    Decode then samples it again, and the router drops decode's events of it, as in a resumed
+    stream. If decode samples a different token, the router tries to resume the stream with
+    prefill's token. Anthropic's API has no `seed`, so the legs may sample different tokens.
     """
-    if body.get("stream") is not True:  # vLLM converts other values
-        return "not streamed"
-    if endpoint == "/v1/messages":
-        return "no seed"  # Anthropic's API has no `seed`, so the legs may sample different tokens
-    return why_not_resumable(endpoint, body)
+    streams = body.get("stream") is True  # vLLM converts other values
+    return streams and endpoint != "/v1/messages" and why_not_resumable(endpoint, body) is None
 
 
 def is_one_token(endpoint: Endpoint, body: Body) -> bool:

@@ -31,7 +31,7 @@ from actors.router.client_request import (
     choices_of,
     is_one_token,
     needs_seed,
-    why_decode_samples,
+    prefill_may_sample,
     why_local,
     why_not_resumable,
 )
@@ -71,9 +71,7 @@ class Dispatcher:
         self.began_at = 0.0
         """Monotonic time of the first attempt."""
         self._local_reason = why_local(request.endpoint, request.body)
-        self._prefill_samples = (
-            limits.first_token == "prefill" and why_decode_samples(request.endpoint, request.body) is None
-        )
+        self._prefill_samples = limits.first_token == "prefill" and prefill_may_sample(request.endpoint, request.body)
         self._on_prefill = limits.first_token == "prefill" and is_one_token(request.endpoint, request.body)
         """Whether a prefill engine alone may serve the request; false after one try."""
         self._seed = random.getrandbits(SEED_BITS) if self._prefill_samples and needs_seed(request.body) else None

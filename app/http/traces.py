@@ -35,7 +35,7 @@ class RequestTrace:
             attributes={"url.path": request.endpoint, "tandem.request_id": request.request_id},
         )
         self._context = set_span_in_context(self._span)
-        self.request = request.with_metadata(headers=self._forwarded(request.headers))
+        self.request = request.with_headers(self._forwarded(request.headers))
         """The request for the engines; its trace headers name this span as parent."""
 
     def answered(self, answer: AnyAnswer) -> None:

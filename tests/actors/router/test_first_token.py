@@ -13,7 +13,7 @@ import pytest
 from actors.errors import CannotResumeError, EngineDownError, UnavailableError
 from actors.request import TRANSFER_FIELD, Call, EngineTimings, FirstTokenChunk, ResponseStart, TokenChunk, TokenSource
 from actors.router.answer import Answer
-from actors.router.client_request import is_one_token, needs_seed, why_decode_samples
+from actors.router.client_request import is_one_token, needs_seed, prefill_may_sample
 from actors.router.router import Router
 from testing.answers import body_of
 from tests.actors.behaviours import (
@@ -329,22 +329,21 @@ async def dies_after_a_token(call: Call, _: int) -> AsyncGenerator[Any, None]:
 
 
 @pytest.mark.parametrize(
-    "prefill", [answers(400, {"error": "refused"}), answers(500, {"error": "broken"}), dies, breaks, dies_after_a_token]
+    ("prefill", "multiple"),
+    [
+        *((answers(status, {"error": "no"}), 16) for status in (400, 500)),
+        *((serve, 16) for serve in (dies, breaks, dies_after_a_token)),
+        # The router never requests a first token if the address has no `first_token_multiple`.
+        (one_token, 0),
+    ],
 )
-async def test_prefill_that_cannot_answer_for_one_token(prefill: Any):
+async def test_prefill_that_cannot_answer_for_one_token(prefill: Any, multiple: int):
     """Decode answers, and repeats the tokens that the client has received."""
-    router, p, d = fleet([prefill], [DECODE])
-    _, body = await ask(router, request(max_tokens=1))
+    router, p, d = fleet([prefill], [DECODE], multiple)
+    answer, body = await ask(router, request(max_tokens=1))
     assert without_pings(body) == await own_stream()
-    assert d.calls[-1].replay_log == (((0,),) if prefill is dies_after_a_token else ())
-    await at_rest(p, d)
-
-
-async def test_prefill_whose_tokens_differ_answers_no_request():
-    """The router never requests a first token if the address has no `first_token_multiple`."""
-    router, p, d = fleet([one_token], [DECODE], multiple=0)
-    answer, _ = await ask(router, request(max_tokens=1))
-    assert (answer.sampled_by, len(d.calls)) == ("decode", 1)
+    again = prefill is dies_after_a_token
+    assert (answer.sampled_by, d.calls[-1].replay_log) == (("prefill", ((0,),)) if again else ("decode", ()))
     await at_rest(p, d)
 
 
@@ -389,13 +388,13 @@ async def test_both_legs_draw_with_the_same_seed(body: dict[str, Any], needed: b
     await at_rest(p, d)
 
 
-def test_what_decode_samples():
-    assert why_decode_samples("/v1/completions", {"stream": True}) is None
-    assert why_decode_samples("/v1/chat/completions", {"stream": True}) is None
-    assert why_decode_samples("/v1/completions", {}) == "not streamed"
-    assert why_decode_samples("/v1/responses", {"stream": True}) == "engine-specific ids"
-    assert why_decode_samples("/v1/messages", {"stream": True}) == "no seed"
-    assert why_decode_samples("/v1/completions", {"stream": True, "n": 2}) == "n > 1"
+def test_what_prefill_samples():
+    assert prefill_may_sample("/v1/completions", {"stream": True})
+    assert prefill_may_sample("/v1/chat/completions", {"stream": True})
+    assert not prefill_may_sample("/v1/responses", {"stream": True})
+    assert not prefill_may_sample("/v1/messages", {"stream": True})
+    for body in ({}, {"stream": 1}, {"stream": True, "n": 2}):
+        assert not prefill_may_sample("/v1/completions", body)
 
 
 async def test_engines_of_an_earlier_release_are_not_asked_for_a_first_token():
