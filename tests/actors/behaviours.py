@@ -19,6 +19,7 @@ from tests.actors.fleet import SOURCE, Handle, Replica, router_of
 JSON = ((b"content-type", b"application/json"),)
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 TOKENS = 40
+ALL = "".join(f"<{token}>" for token in range(TOKENS))
 LIMITS = RouterLimits(routing=RoutingSettings(policy="round_robin"))
 """Default settings except the policy; a test of a timeout sets the timeout."""
 

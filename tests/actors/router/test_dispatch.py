@@ -16,6 +16,7 @@ from actors.errors import CannotResumeError, DeadlineError, EngineDownError, Una
 from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart, StreamChunk, TokenChunk, TokenSource
 from testing.sse import said
 from tests.actors.behaviours import (
+    ALL,
     EVENTS,
     LIMITS,
     OK,
@@ -39,7 +40,6 @@ from tests.actors.fleet import METADATA, SOURCE, at_rest
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
-ALL = "".join(f"<{token}>" for token in range(TOKENS))
 STREAM = "whole stream"
 NO = {"error": "no"}
 SHORT = {"first_token_timeout_s": 0.3, "idle_timeout_s": 0.3, "request_timeout_s": 0.3}

@@ -11,9 +11,8 @@ import pytest
 
 from actors.request import Call, Moved, StreamChunk
 from connectors.errors import TandemError
-from testing.answers import whole_body
 from testing.sse import said
-from tests.actors.behaviours import answers, dies, engine, fleet, request, well
+from tests.actors.behaviours import ALL, answers, ask, dies, engine, fleet, request, well
 from tests.actors.fleet import at_rest
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
@@ -74,11 +73,10 @@ async def test_a_stream_moves(
     d.in_order, d.replicas[-1].stops = True, lambda: stops.stops
     ended = ""
     with suppress(TandemError):
-        async with router.answer(request()) as answer:
-            ended = said(await whole_body(answer))["text"]
+        ended = said((await ask(router, request()))[1])["text"]
     await at_rest(p, d)
     assert not stops.holds
-    assert ended == ("".join(f"<{token}>" for token in range(40)) if others else "")
+    assert ended == (ALL if others else "")
     calls = [call for replica in d.replicas[:-1][::-1] for call in replica.calls]
     assert [call.transfer for call in calls] == transfers
     assert held[:1] == [each is not None for each in transfers[:1]]
@@ -99,8 +97,7 @@ async def test_a_stream_returns_to_an_engine_from_which_it_moved() -> None:
     first, second = Returns(TRANSFER), Stops(TRANSFER, 2 * CUT)
     router, p, d = fleet([well], [second, first])
     d.in_order, d.replicas[0].stops = True, lambda: second.stops
-    async with router.answer(request()) as answer:
-        assert said(await whole_body(answer))["text"] == "".join(f"<{token}>" for token in range(40))
+    assert said((await ask(router, request()))[1])["text"] == ALL
     await at_rest(p, d)
     assert [len(replica.calls) for replica in d.replicas] == [1, 2]
 
@@ -112,8 +109,7 @@ async def test_a_stream_goes_to_an_engine_that_makes_the_same_of_its_request(fro
     d.in_order = True
     for replica, frontend in zip(d.replicas, (*frontends, "own"), strict=True):
         replica.frontend = frontend
-    async with router.answer(request()) as answer:
-        assert said(await whole_body(answer))["text"] == "".join(f"<{token}>" for token in range(40))
+    assert said((await ask(router, request()))[1])["text"] == ALL
     await at_rest(p, d)
     chosen = d.replicas[0 if "own" in frontends else 1]
     assert [call.transfer for call in chosen.calls] == [TRANSFER]
@@ -122,8 +118,7 @@ async def test_a_stream_goes_to_an_engine_that_makes_the_same_of_its_request(fro
 @pytest.mark.parametrize(("more", "movable"), [({}, True), ({"n": 2}, False)])
 async def test_an_engine_moves_only_what_the_router_can_continue(more: dict[str, Any], movable: bool) -> None:
     router, p, d = fleet([well], [engine(1, [1])])
-    async with router.answer(request(**more)) as answer:
-        await whole_body(answer)
+    await ask(router, request(**more))
     await at_rest(p, d)
     assert d.replicas[0].calls[0].movable is movable
 
@@ -149,8 +144,7 @@ async def test_the_wait_for_the_next_engine_is_no_decode_step(monkeypatch: pytes
         observe(inflight, load, tokens, now)
 
     monkeypatch.setattr(planner, "_observe_steps", observed)
-    async with router.answer(request()) as answer:
-        await whole_body(answer)
+    await ask(router, request())
     await at_rest(p, d)
     assert len(ended) == 2
     assert ended[0] - began[0] < 1

@@ -9,16 +9,7 @@ import pytest
 from actors.errors import CannotResumeError
 from actors.request import TRANSFER_FIELD
 from testing.sse import said
-from tests.actors.behaviours import (
-    OK,
-    TOKENS,
-    ask,
-    dies,
-    engine,
-    fleet,
-    request,
-    well,
-)
+from tests.actors.behaviours import ALL, OK, ask, dies, engine, fleet, request, well
 from tests.actors.fleet import SOURCE, at_rest
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
@@ -32,7 +23,7 @@ async def test_a_stream_is_resumed_only_on_engines_of_its_identity(equal: bool):
     for replica in d.replicas[equal:3]:
         replica.identity = "other"
     if equal:
-        assert said((await ask(router, request()))[1])["text"] == "".join(f"<{token}>" for token in range(TOKENS))
+        assert said((await ask(router, request()))[1])["text"] == ALL
     else:
         with pytest.raises(CannotResumeError, match="another model"):
             await ask(router, request())

@@ -31,7 +31,7 @@ from app.main import ROUTER_ENVIRONMENT, DeployedModel, HttpRouter
 from configs.settings.router import RouterSettings, RoutingSettings
 from testing.ports import free_port
 from testing.sse import said
-from tests.actors.behaviours import JSON, TOKENS, engine
+from tests.actors.behaviours import ALL, JSON, TOKENS, engine
 from tests.actors.fleet import SOURCE
 
 SETTINGS = RouterSettings(
@@ -189,9 +189,6 @@ def counted(reply: httpx.Response) -> str:
     answer = said(reply.content)
     assert (answer["finish_reason"], answer["usage"]) == ("length", {"completion_tokens": TOKENS})
     return answer["text"]
-
-
-ALL = "".join(f"<{token}>" for token in range(TOKENS))
 
 
 @pytest.mark.parametrize("at", [0, 1, 17])
