@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from actors.errors import DeadlineError
 from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk
 from actors.router.client_request import ClientRequest
 from actors.router.prompt_lists import COUNTS
@@ -185,3 +186,13 @@ async def test_usage_of_the_prefill_leg_is_learnt():
         told, _ = await engines.ask(f"{n:06}" + "a" * 5994)
     assert told["prompt_tokens"] == pytest.approx(6000, rel=0.05)
     await at_rest(engines.p, engines.d)
+
+
+async def test_an_engine_that_does_not_answer_is_left_out(caplog: pytest.LogCaptureFixture):
+    class Told(Handle):
+        async def tell_all(self, method: str, timeout_s: float) -> dict[str, Any]:
+            return {"a": {"answers": method}, "b": DeadlineError(f"no answer within {timeout_s:g} s")}
+
+    router = router_of(limits(), Told([]), Told([]))
+    assert await router.engine_status() == [{"answers": "status"}] * 2
+    assert caplog.text.count("method status of replica b failed") == 2
