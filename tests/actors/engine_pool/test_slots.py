@@ -294,6 +294,18 @@ async def test_one_that_needs_more_keeps_one_engine_free() -> None:
     assert take_now(here, SlotRequest(tokens=10)) == "a"
 
 
+async def test_a_call_that_moves_to_another_engine() -> None:
+    """Decode has called another prefill engine, which has not accepted the call yet."""
+    here = SlotPool(lambda: with_kv(a=100, b=100))
+    slot = await here.take(SlotRequest(prefer=["a"], sequences=2, tokens=30))
+    here.record(slot, "accepted", 2)
+    assert slot.served
+    here.move(slot, "b")
+    assert (here.ongoing(), slot.replica_id, slot.served) == ({"a": 0, "b": 2}, "b", False)
+    here.give_back(slot)
+    assert (here.taken, here._committed.total()) == (0, 0)  # noqa: SLF001
+
+
 def measure(here: SlotPool, tokens_per_s: int) -> None:
     for second in range(30):
         here._rate.observe(tokens_per_s if second else 0, True, now() - 30 + second)  # noqa: SLF001
