@@ -5,6 +5,7 @@ Both have transfer parameters with the same single-use transfer id.
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -95,7 +96,7 @@ def decode_body(body: Body, transfer_id: str, producer: ProducerAddress, samples
 
     ``samples``  whether the prefill engine samples the first token
     """
-    params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id, **vars(producer)}
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id, **asdict(producer)}
     multiple = params.pop("first_token_multiple")
     if samples:
         params["prompt_multiple"] = multiple

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from actors.engine.split_bodies import decode_body, prefill_body
@@ -14,7 +15,9 @@ CHAT: Endpoint = "/v1/chat/completions"
 RESPONSES: Endpoint = "/v1/responses"
 MESSAGES: Endpoint = "/v1/messages"
 TURN = [{"role": "user", "content": "hi"}]
-PRODUCER = ProducerAddress(remote_engine_id="e1", remote_host="10.0.0.1", remote_port=4711, tp_size=2)
+ADDRESS = {"remote_engine_id": "e1", "remote_host": "10.0.0.1", "remote_port": 4711, "tp_size": 2}
+PRODUCER = msgspec.convert(ADDRESS, ProducerAddress)
+"""As an engine announces it: msgspec does not store a field that has its default."""
 
 
 TRANSFER = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"}

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from connectors.protocol.wire import Cancel
 from tests.campaigns.protocol.automata import ExplorableConsumer, ExplorableProducer
@@ -96,7 +96,8 @@ class Events(World):
     def faults(self, d: Draft) -> Iterator[Step]:
         budget = d.budget
         sound = [write for write in d.writes if not write.failed and not write.hangs]
-        for subjects, kinds in zip((d.net, sound, d.prefills, d.decodes), self._faults, strict=True):
+        faulty: tuple[Iterable[object], ...] = (d.net, sound, d.prefills, d.decodes)
+        for subjects, kinds in zip(faulty, self._faults, strict=True):
             for name, then in kinds:
                 if getattr(budget, name):
                     yield from ((self.fault, (name, then, one)) for one in subjects)
