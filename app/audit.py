@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=48, help="tokens of an answer (48)")
     options = parser.parse_args(argv)
     if options.tokens < 2:
-        parser.error("--tokens must be at least 2: with `first_token: prefill`, prefill alone answers with one token")
+        parser.error("--tokens must be at least 2: with `first_token: prefill`, decode does not compute the first one")
     try:
         prompts = options.prompts.read_text().splitlines() if options.prompts else facts(options.facts, random.Random())
         return compare(Service(options.url, options.model, options.tokens), prompts, options.count)

@@ -47,7 +47,7 @@ UNREAD_MARGIN_S = 10.0
 
 
 class DeployedModel(NamedTuple):
-    """`ModelEngines` with bound deployments, which Serve replaces by handles, in place of pools."""
+    """As `ModelEngines`, in the same order; Serve replaces the bound deployments by handles."""
 
     prefill: Any
     decode: Any

@@ -21,7 +21,7 @@ class ServiceError(Exception):
 
 
 def ask(url: str, timeout_s: float, method: str = "GET", body: Any = None, **headers: str) -> tuple[Any, Any]:
-    """Return the service's JSON answer and its headers; raise ServiceError with its report."""
+    """Return the service's JSON answer and its headers; raise ServiceError with its message."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers}, method=method)
     for key in environment_operator_keys()[:1]:
@@ -30,10 +30,10 @@ def ask(url: str, timeout_s: float, method: str = "GET", body: Any = None, **hea
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return json.load(answer), answer.headers
     except HTTPError as error:
-        said = error.read().decode(errors="replace")
+        text = error.read().decode(errors="replace")
         try:
-            raise ServiceError(json.loads(said)["error"]["message"]) from None
+            raise ServiceError(json.loads(text)["error"]["message"]) from None
         except (ValueError, KeyError, TypeError):
-            raise ServiceError(f"{url}: HTTP {error.code}: {said[:200]}") from None
+            raise ServiceError(f"{url}: HTTP {error.code}: {text[:200]}") from None
     except (HTTPException, OSError, ValueError) as error:
         raise ServiceError(f"{url}: {error}") from None

@@ -1,5 +1,5 @@
 """Hosts on this machine: namespaces of network, processes and IPC, on a switch whose ports can be
-cut. Processes of this one can also start in a host's network alone.
+cut. ``Host.entered`` starts processes of this one in a host's network only.
 
 Needs root and iproute2. Nothing has a name outside: the kernel removes all of it with the processes
 in it, and these end with the process that started them.

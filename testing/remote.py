@@ -14,7 +14,7 @@ ANSWER_S = 600.0
 
 
 class Remote:
-    """``made`` is the object's attribute of this name after its creation.
+    """Proxy of the object that ``make`` creates; ``made`` is that attribute of it, copied then.
 
     ``make``         can be pickled; the process closes what it returns
     ``environment``  set before ``make`` is called

@@ -59,7 +59,7 @@ SHUTDOWN_S = 15.0
 PROBE_TOKENS = [0, 1]
 PRODUCE: Mapping[str, Any] = {"do_remote_decode": True}
 DESCRIBE: Mapping[str, Any] = {"do_remote_decode": True, "describe": True}
-"""Transfer parameters of `VllmEngine.probe` on a prefill engine, and on any engine."""
+"""Transfer parameters of `VllmEngine.probe`: PRODUCE on a prefill engine, DESCRIBE on any."""
 
 
 @dataclass

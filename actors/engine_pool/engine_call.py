@@ -71,7 +71,7 @@ class EngineCall:
         self._items: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._silence: asyncio.Timeout | None = None
-        """Timeout of the wait for the next item, which each sign of life extends."""
+        """Timeout of the wait for the next item; each item or heartbeat extends it."""
         self._silence_s: float | None = None
         self._channel: Channel | None = None
         self._stream = 0

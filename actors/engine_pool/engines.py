@@ -22,8 +22,8 @@ from actors.rpc.messages import KEEP, PrefillOrder, RpcRequest
 from actors.tls import ReloadedTls
 from configs.settings.base import RoleName
 
-RELEASE_S = 0.5
-"""Interval in seconds at which a stopping router looks whether it still has to keep an engine."""
+KEEP_POLL_S = 0.5
+"""Seconds between a stopping router's checks whether it must still keep an engine."""
 
 
 def engine_names(replica: str, ranks: int) -> list[str]:
@@ -81,7 +81,7 @@ class EnginePool(SlotPool):
         self._router = uuid.uuid4().hex
         self._channels = Channels(tls)
         self._keeping: list[asyncio.Task[None]] = []
-        self.leaving = False
+        self.stopping = False
 
     def leave(self) -> None:
         """Keep the engines until this stopping router closes its connections.
@@ -89,7 +89,7 @@ class EnginePool(SlotPool):
         It still receives requests. Serve may stop the engines at the same time and list none.
         Engines are released once Serve lists others instead.
         """
-        self.leaving = True
+        self.stopping = True
         self._keeping = [
             asyncio.create_task(self._keep(name, one.address), name="keeps-an-engine")
             for name, one in self.engines().items()
@@ -98,7 +98,7 @@ class EnginePool(SlotPool):
     async def _keep(self, name: str, address: RpcAddress) -> None:
         asking = asyncio.create_task(self._ask(address, KEEP, ()), name="asks-to-keep-an-engine")
         try:
-            while not (await asyncio.wait({asking}, timeout=RELEASE_S))[0]:
+            while not (await asyncio.wait({asking}, timeout=KEEP_POLL_S))[0]:
                 if name not in self.engines():
                     return
             asking.result()
@@ -114,7 +114,7 @@ class EnginePool(SlotPool):
     def engines(self) -> Mapping[str, EngineReplica]:
         """Return Serve's list; a stopping router also uses the last one that had engines."""
         running = replicas_of(self._deployment)
-        return running if running or not self.leaving else last_replicas_of(self._deployment)
+        return running if running or not self.stopping else last_replicas_of(self._deployment)
 
     @property
     def caller(self) -> tuple[str, int]:

@@ -47,7 +47,7 @@ class Attempt:
     pair: Pair
 
     def __init__(self, model: ModelRouter, prompt: Prompt, decision: Decision, failed_prefill: set[str]) -> None:
-        """Create an attempt, which adds prefill replicas that fail it to `failed_prefill`."""
+        """`failed_prefill` is shared: an attempt adds the prefill replicas that fail it."""
         self.decision = decision
         self.began_at = self.slots_at = time.monotonic()
         """Monotonic times at which the attempt began and at which it had its slots."""

@@ -248,7 +248,7 @@ async def take_slot(engines: EnginePool, timeout_s: float, wanted: SlotRequest, 
     """
     slot, role = engines.take_now(wanted), engines.role
     if slot is None:
-        if engines.leaving and not engines.has_engines():
+        if engines.stopping and not engines.has_engines():
             raise UnavailableError(f"this router is stopping and has no {role} engine; send the request again")
         try:
             async with _while_running(engines, wanted, timeout_s) if queues else asyncio.timeout(timeout_s):

@@ -175,7 +175,7 @@ class Router:
         await asyncio.gather(*(model.close() for model in self.models))
 
     def ask_decode(self, call: Call) -> AbstractAsyncContextManager[tuple[ResponseStart, AsyncIterator[bytes]]]:
-        """Call the function `ask_decode` for the models with a decode replica, else for the first.
+        """Call `model_router.ask_decode` for the models with a decode replica, or for the first.
 
         Waiting for a model without engines would delay the calls to the others.
         """

@@ -13,7 +13,7 @@ SUMS = {
     "sent_bytes": "vllm:tandem_kv_sent_bytes_total",
     "store_problems": "vllm:tandem_store_problems_total",
 }
-"""Metrics whose sum over ranks and labels is a number of the status, by its name."""
+"""Metrics that are summed over ranks and labels, by the name in the status."""
 
 USAGE = "vllm:kv_cache_usage_perc"
 STAGES = "vllm:tandem_kv_transfers"
@@ -29,7 +29,7 @@ NAMES = (*SUMS.values(), USAGE, STAGES, REQUESTS, PAIR_BYTES, PAIR_SECONDS, STOR
 def read_status(registry: CollectorRegistry) -> dict[str, Any]:
     """Return the numbers of the engine with the metrics in `registry`; absent metrics count as 0.
 
-    They are sums over its data-parallel ranks, updated at steps only.
+    They are sums over its data-parallel ranks, except where noted, and change at steps only.
 
     ``waiting``         requests that wait for the batch, for blocks or for KV
     ``cache_usage``     fraction of the KV cache in use, the mean over data-parallel ranks

@@ -33,7 +33,7 @@ from app.installation import EXAMPLE, config_file
 from configs.settings.service import ServiceSettings
 
 Check = Callable[[dict[str, Any], ServiceSettings], Iterable[Finding]]
-"""Function of the Serve config and of Tandem's settings in it; needs the libraries."""
+"""Function of the Serve config and of Tandem's settings in it; imports vLLM or Ray."""
 
 CHECKS: dict[str, Check] = {
     "model": lambda _, settings: chain.from_iterable(

@@ -1,8 +1,8 @@
 """Merge the Prometheus expositions of several processes and add the labels role and replica.
 
-They are from prometheus_client's `generate_latest`: samples follow HELP and TYPE of their family.
-Moves lines as text: parsing and formatting the numbers would block the router's event loop for 40
-ms per engine.
+Each is the output of prometheus_client's `generate_latest`: samples follow HELP and TYPE of their
+family. Lines are moved as text: parsing and formatting the numbers would block the router's event
+loop for 40 ms per engine.
 """
 
 import re

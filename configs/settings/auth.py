@@ -33,17 +33,17 @@ class AuthSettings(Frozen):
         return tuple(SecretStr(_sendable_key(key.get_secret_value())) for key in keys)
 
     def all_keys(self) -> tuple[SecretStr, ...]:
-        """Return all keys from these settings and this process's environment (`_keys_in`)."""
+        """Return all keys, of these settings and of the environment. Raises as `_keys_in`."""
         return (*self.api_keys, *self.operator_keys, *environment_keys(), *environment_operator_keys())
 
 
 def environment_keys() -> tuple[SecretStr, ...]:
-    """Return the keys other than operator keys from this process's environment (`_keys_in`)."""
+    """Return the environment's keys other than operator keys. Raises as `_keys_in`."""
     return (*_keys_in(API_KEYS_VARIABLE), *_keys_in(VLLM_API_KEY_VARIABLE, single=True))
 
 
 def environment_operator_keys() -> tuple[SecretStr, ...]:
-    """Return the operator keys from this process's environment (`_keys_in`)."""
+    """Return the environment's operator keys. Raises as `_keys_in`."""
     return _keys_in(OPERATOR_KEYS_VARIABLE)
 
 

@@ -241,8 +241,9 @@ class Production:
     def _end_all(
         self, transfer: Transfer, reason: str, now: float, which: Callable[[Delivery], object] = lambda _: True
     ) -> list[ProducerAction]:
-        """Each of these deliveries closes with ``reason``, or its earlier end, when its writes have
-        ended. None of them may serve the transfer once the first has ended.
+        """End the deliveries that ``which`` selects, with ``reason`` unless they have another one.
+
+        All are marked before ``_advance``, which would otherwise serve the later ones.
         """
         chosen = [each for each in transfer.deliveries.values() if not each.closed and which(each)]
         for delivery in chosen:

@@ -71,7 +71,7 @@ class Fetch:
         self._slowest = 0
         # Time from which the fetch waits for bytes of a tier.
         self._read_at = self.began_at
-        # How long only the fetch may delay the request, after the lookups; since when.
+        # How long, and since when, only the fetch delays the request, after the lookups.
         self._patience_s = math.inf
         self._ready_at: float | None = None
         self._queued = False
@@ -142,7 +142,7 @@ class Fetch:
 
     def _look(self, now: float) -> None:
         late = now >= self.began_at + min(self._store.settings.lookup_s, self._store.settings.load_s)
-        # Before the answers are read: the threads add them.
+        # Read before the answers, which threads still add.
         ended = [late or call is None or call.over for call, _ in self._lookups]
         for at, ref in enumerate(self._candidates):
             for number, (_, answers) in enumerate(self._lookups):

@@ -263,7 +263,7 @@ class Handle:
         """Event of each transfer, set when its KV has arrived."""
         self.in_order = False
         """Whether the last of the free replicas is chosen, instead of the next in turn."""
-        self.leaving = False
+        self.stopping = False
         """Whether the router is stopping."""
         self.grants_at_once = False
         """Whether a request gets a free slot without a wait."""

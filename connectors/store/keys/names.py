@@ -7,7 +7,7 @@
     key        namespace, prefix up to the object's end, group
 
 All three are BLAKE2b digests. They do not depend on Python's ``hash``, the TP size, block sizes or
-the host. An object's file begins with another digest, of its name and payload.
+the host. An object's file begins with an xxh3_128 digest of its name and payload.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ObjectName:
         return self.space.hex(), self.key.hex()
 
     def digest(self) -> xxhash.xxh3_128:
-        """Return a digest that the payload is to be added to: a moved or copied file is corrupt."""
+        """Return a digest of the name, to update with the payload: a moved file is then corrupt."""
         return xxhash.xxh3_128(self.space + self.key)
 
 

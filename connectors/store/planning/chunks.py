@@ -7,9 +7,12 @@ row    one token, or several that a kernel packs together (``connectors/planning
 Chunks do not depend on the allocator's block size, so engines of different block sizes have the
 same objects.
 
-An object *keeps* the tokens of a chunk that a reader needs: all of them; of a sliding window, the
-last tokens that attention after the chunk's end reads, rounded up; of chunked attention, nothing if
-attention chunks end at every chunk end; of a state, the one at the chunk's end.
+An object *keeps* what a reader needs of a chunk:
+
+full attention     all tokens
+sliding window     the last tokens that attention after the chunk's end reads, rounded up
+chunked attention  none if attention chunks end at every chunk end, else all tokens
+state              the state at the chunk's end
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from connectors.planning.layout import WINDOWED, Group, GroupKind
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """``kept_tokens``  of each chunk; 0 for a state, and for a group without objects"""
+    """A group, and the tokens kept of each chunk: 0 for a state or a group without objects."""
 
     group: Group
     kept_tokens: int
@@ -69,8 +72,8 @@ def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -
     granule = math.lcm(*(_granule_tokens(group) for group in groups))
     if chunk_tokens % granule:
         raise ConfigurationError(
-            f"store: set chunk_tokens to a multiple of {granule} tokens, which kernels of this model pack together; "
-            f"{chunk_tokens} is none. For a model with states, set max_num_batched_tokens to the same value"
+            f"store: chunk_tokens must be a multiple of {granule} for this model's kernels, not {chunk_tokens}; a "
+            "model with states also needs max_num_batched_tokens equal to chunk_tokens"
         )
     plan = StorePlan(chunk_tokens, tuple(StoredGroup(group, _kept(group, chunk_tokens)) for group in groups))
     if not plan.stored:

@@ -93,6 +93,7 @@ class FolderTier:
             return self._usage.used_bytes
 
     def find(self, name: ObjectName) -> bool:
+        """Return whether a file of this name exists; only ``read`` verifies its content."""
         space, key = name.path
         try:
             self.files.find(self._objects.folder(space), key)
@@ -121,7 +122,7 @@ class FolderTier:
                 folder.unlink(key)
             self._usage.distrust()
             raise CorruptObjectError(
-                f"{folder.path}/{key}: its {state.st_size} bytes are not what was stored under this name"
+                f"{folder.path}/{key}: its size of {state.st_size} bytes or its digest is wrong; it is removed"
             )
         _touch(folder, name, state)
 
@@ -214,8 +215,8 @@ class FolderTier:
                 self._usage.recount()
             else:
                 raise StoreError(
-                    f"{self.path}: no room: other files, files being written, or objects that other processes have "
-                    f"just stored use the rest; free space, or lower the budget of {self.budget_bytes} bytes"
+                    f"{self.path}: no object is left to evict: other files, files being written, or objects that "
+                    "other processes have just stored use the space; free disk space, or change disk_gib or memory_gib"
                 )
             if time.monotonic() >= deadline:
                 raise StoreError(f"{self.path}: eviction did not make room before the deadline")

@@ -28,7 +28,7 @@ class OpenFolder:
         os.close(self.fd)
 
     def folder(self, name: str, create: bool = False) -> OpenFolder:
-        """Raises OSError, also if it is a link, or others could change it as in ``open_folder``."""
+        """Raises OSError also for a link, and if ``open_folder`` would refuse the folder."""
         if create:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self.fd)
@@ -51,7 +51,7 @@ class OpenFolder:
         os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=target.fd)
 
     def entries(self) -> Iterator[os.DirEntry[str]]:
-        """Only one thread at a time may list a folder: all use one position of the descriptor."""
+        """Not thread-safe: all scans share the position of the descriptor."""
         with os.scandir(self.fd) as entries:
             yield from entries
 
@@ -61,8 +61,8 @@ def open_folder(path: Path, create: bool = False) -> OpenFolder:
 
     It must belong to root or this user and not be world-writable. Groups are trusted: Kubernetes
     mounts a volume as root's, writable for the pod's ``fsGroup``. Folders above it may be writable
-    for all, as an emptyDir is, and links on the way may be anybody's: a user who changes those does
-    not redirect the descriptor, and can only choose another folder of root or this user. Raises
+    for all, as an emptyDir is, and the path may contain any user's links: a change of those cannot
+    redirect the open descriptor, only select another folder that passes these checks. Raises an
     OSError that names the folder at fault.
     """
     if create:

@@ -36,7 +36,7 @@ class StagingLocation:
 
 
 class Staging:
-    """A range of shared memory, divided into slots, which one thread takes and gives back.
+    """A range of shared memory, divided into slots. Not thread-safe.
 
     The file has no name, so the kernel frees the memory when the engine's processes have ended,
     also if they are killed. Workers open it at ``location``. Raises ConfigurationError if

@@ -1,7 +1,7 @@
 """Count the bytes below one folder for all processes that store there, to keep a shared budget.
 
-A process that holds the lock makes the usage file invalid, and valid before it releases the lock,
-unless a file has changed without the lock or its count. A process that finds it invalid or missing
+A process that holds the lock makes the usage file invalid, and writes it again before it releases
+the lock, unless files have changed without the lock or uncounted. Who finds it invalid or missing
 counts the files again, and so does each at its first use: a process may be killed at any point. The
 lock is ``flock`` on the folder: it does not vanish with the usage file, and the kernel releases
 that of a dead process.

@@ -44,7 +44,7 @@ MAX_PENDING_HELLOS = 256
 _HELLO_AGAIN_S = 1.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Handshaker:
     """``compares_digests``  whether this worker, as a consumer, compares digests of received bytes
     ``identity``          key for the side channels of other engines (``Keys.identity``)

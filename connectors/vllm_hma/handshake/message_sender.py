@@ -31,7 +31,7 @@ def agent_name(peer: Peer) -> str:
     return f"{peer.incarnation}/{peer.rank}"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MessageSender:
     """Sender of one worker's messages, with ``Keys.messages`` as ``key``. Thread-safe."""
 

@@ -65,7 +65,7 @@ class PeerTable:
         self._spoke.pop(peer, None)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Peers:
     """Peers of one worker, in both roles.
 

@@ -36,7 +36,7 @@ CONFIRM_S = 2.0
 _MAX_WITNESSES = 16
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class WorkerProbe:
     """Probe of the watched workers, in a thread that runs only while workers are watched.
 

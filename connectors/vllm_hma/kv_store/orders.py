@@ -68,8 +68,9 @@ class StoreReport:
 
     ``attached``, ``detached``  number of ranks that have mapped the staging memory, or have failed
                                 to; each rank reports once, with its first step
-    ``copied``                  number of ranks that have ended a copy, with or without success
-    ``failed``                  stores that have failed on a rank
+    ``copied``                  number of ranks that have ended a copy, with or without success, by
+                                copy id
+    ``failed``                  copy ids of stores that have failed on a rank
     ``broken``                  whether a load without a transfer failed. Later KV of any request
                                 that shares blocks with the load may be invalid
     ``timed_s``, ``copied_s``   seconds on the slowest rank for the step with ``timed_tokens``, and

@@ -91,9 +91,9 @@ def weights_identity(
 ) -> str:
     """Return a string that identifies a model's weights; arguments as for ``model_identity``.
 
-    It is a digest of local files, or name and commit of a Hugging Face Hub model. For an unknown
-    commit and for object storage, it is the name alone, with a warning; if ``stored``, raises
-    ConfigurationError. Raises as ``digest_weights``.
+    It is a digest of local files, or ``name@commit`` of a Hugging Face Hub model. It is
+    ``name@revision`` if the commit is unknown, and the URL of weights in object storage, both with
+    a warning, or ConfigurationError if ``stored``. Raises as ``digest_weights``.
     """
     if load_format == "dummy":  # vLLM makes the weights from a fixed seed
         return "dummy"

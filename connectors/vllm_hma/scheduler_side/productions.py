@@ -69,7 +69,7 @@ class _Production:
     windows: list[KVCacheBlock] = field(default_factory=list)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Productions:
     """Prefill requests with a transfer, until their KV has been sent."""
 

@@ -20,7 +20,7 @@ class AdapterClaims:
         self._loads = loads
         # Adapter and its identity in the prompt digest, by request id.
         self._claims: dict[str, tuple[Adapter, str]] = {}
-        self._checked_at = loads.loads
+        self._checked_loads = loads.loads
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -42,9 +42,9 @@ class AdapterClaims:
         self._claims.pop(request_id, None)
 
     def take_outdated(self) -> set[str]:
-        if self._checked_at == self._loads.loads:  # vLLM calls this for every layer
+        if self._checked_loads == self._loads.loads:  # vLLM calls this for every layer
             return set()
-        self._checked_at = self._loads.loads
+        self._checked_loads = self._loads.loads
         found = {
             each for each, (adapter, identity) in self._claims.items() if identity != self._loads.identity(adapter)
         }

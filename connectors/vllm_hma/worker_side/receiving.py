@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 def order_of(receive: Receive, groups: Sequence[Group]) -> Order:
-    """The KV store supplies full attention up to ``loaded_token``; windows and states are the
-    transfer's. Raises PlanError as ``wanted_blocks``.
+    """Return the order for the blocks that the transfer fills: windows, states, and full attention
+    from ``loaded_token``, up to which the KV store has loaded it. Raises PlanError.
     """
     loaded_token = max(receive.start_token, receive.loaded_token)
     wanted = tuple(

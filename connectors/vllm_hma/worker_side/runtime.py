@@ -259,8 +259,8 @@ class WorkerRuntime:
                     self._finish(finished)
 
     def results(self) -> KVConnectorTransferResults:
-        """Run a round, and return the ends since the last call: of prefill requests of which this
-        rank sends no more KV, and of decode requests' waits for KV.
+        """Run a round; return the requests for which this rank has finished sending or receiving
+        since the last call. Those received include those that failed.
         """
         with self._lock:
             self._try_round(time.monotonic())

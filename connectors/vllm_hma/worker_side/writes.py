@@ -72,7 +72,7 @@ class OpenWrite:
     failed: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Writes:
     """Writes of one rank: posts and polls them, and reports their ends to the producer.
 

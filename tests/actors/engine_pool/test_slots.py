@@ -86,7 +86,7 @@ async def test_taking_without_a_wait() -> None:
     waiting = asyncio.create_task(take(here, SlotRequest(avoid={"a"})))
     await soon(waiting)
     give_back(here, "a")
-    assert take_now(here) == "a", "who waits cannot use it"
+    assert take_now(here) == "a", "the waiting request cannot use it"
     give_back(here, "a")
     waiting.cancel()
     await asyncio.wait({waiting})

@@ -456,7 +456,7 @@ async def test_the_log_names_the_replica_and_the_cause_of_each_failure(attempts,
 async def test_a_stopping_router_without_engines_refuses_at_once():
     """It does not wait for an engine to start: it will have closed by then."""
     router, p, d = fleet([well], [])
-    d.leaving = True
+    d.stopping = True
     with pytest.raises(UnavailableError, match="stopping"):
         await ask(router, request())
     await at_rest(p, d)

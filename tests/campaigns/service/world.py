@@ -167,7 +167,7 @@ class Clients:
     ``pause_s``  between two requests: engines may start on the same cores
     ``streams``  whether every second request is streamed
     ``may_be_refused``  whether an error breaks no promise
-    ``explain``  whether requests that decode computed have the route ``recomputed: reason``
+    ``explain``  whether to record the reason why decode computed a prompt, as its route
     ``timeline``  time in seconds and route of each answer
     """
 
