@@ -95,7 +95,7 @@ FULL = (group(0, 16),)
         ((chunked(0, 16, 256),), 512, 4096, "multiples of 512"),
         (FULL, 256, 256, "max_model_len of at least 257"),
         # A kernel that packs a whole block of 1,056 tokens, beside a state: Mamba on accelerators.
-        ((group(0, 1056, row_tokens=1056), state(1)), 256, 4096, "chunk_tokens to a multiple of 1056"),
+        ((group(0, 1056, row_tokens=1056), state(1)), 256, 4096, "chunk_tokens must be a multiple of 1056"),
         ((sliding(0, 96, 128),), 768, 4096, "divisor of 128, or chunk_tokens to at most 128"),
     ],
 )
