@@ -23,17 +23,18 @@ class ServiceError(Exception):
 def ask(url: str, timeout_s: float, method: str = "GET", body: Any = None, **headers: str) -> tuple[Any, Any]:
     """Return the service's JSON answer and its headers; raise ServiceError with its message."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers}, method=method)
     for key in environment_operator_keys()[:1]:
-        request.add_header("Authorization", f"Bearer {key.get_secret_value()}")
+        headers |= {"Authorization": f"Bearer {key.get_secret_value()}"}
     try:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers}, method=method)
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return json.load(answer), answer.headers
     except HTTPError as error:
         text = error.read().decode(errors="replace")
         try:
-            raise ServiceError(json.loads(text)["error"]["message"]) from None
+            text = json.loads(text)["error"]["message"]
         except (ValueError, KeyError, TypeError):
-            raise ServiceError(f"{url}: HTTP {error.code}: {text[:200]}") from None
+            text = text[:200]
+        raise ServiceError(f"{url}: HTTP {error.code}: {text}") from None
     except (HTTPException, OSError, ValueError) as error:
         raise ServiceError(f"{url}: {error}") from None

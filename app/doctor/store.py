@@ -35,7 +35,7 @@ def check_store(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def _tier(key: str, folder: Path, budget_key: str, budget_gib: float) -> Finding:
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
         if existing == folder or not existing.is_dir():
             with opened_root(folder, create=False):

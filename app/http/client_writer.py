@@ -143,17 +143,20 @@ async def until_disconnect(scope: Scope, receive: Receive, work: Coroutine[Any, 
     assert task is not None, "a coroutine runs in a task"
     own = asyncio.create_task(_disconnected(receive)) if connection is None else None
     disconnected: asyncio.Future[None] = connection.disconnected if own is None else own
-    over = False
+    over = left = False
 
     def leave(_: asyncio.Future[None]) -> None:
-        if not over:
+        nonlocal left
+        # Serve's proxy cancels the task itself; again, it would interrupt the cleanup of `work`.
+        left = not over and not task.cancelling()
+        if left:
             task.cancel()
 
     disconnected.add_done_callback(leave)
     try:
         await work
     except asyncio.CancelledError:
-        if disconnected.done() and task.uncancel() == 0:
+        if left and task.uncancel() == 0:
             raise ClientDisconnect from None
         raise
     finally:

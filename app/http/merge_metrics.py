@@ -38,9 +38,10 @@ def merge(sources: Iterable[Source]) -> str:
         origin, family = f'role="{_escaped(role)}",replica="{_escaped(replica)}"', Family()
         for line in text.split("\n"):  # not `splitlines`: label values may contain other line separators
             if line.startswith("#"):
-                _, keyword, name, _ = line.split(" ", 3)
-                family = families.setdefault(name, Family())
-                family.declared.setdefault(keyword, line)
+                words = line.split(" ", 3)
+                if len(words) > 3 and words[1] in ("HELP", "TYPE"):
+                    family = families.setdefault(words[2], Family())
+                    family.declared.setdefault(words[1], line)
             elif line:
                 family.samples.append(_labelled(line, origin))
     found = (family for name, family in families.items() if not name.endswith(SINCE))

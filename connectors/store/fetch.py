@@ -132,9 +132,8 @@ class Fetch:
         # A read that cannot start changes the needed objects.
         while refs := self._to_read():
             if not self._reading:
-                # The time between two polls is the engine's step, not idle time of the tiers.
-                looked_s = max(self._looked_s(number) for number in range(len(self._lookups)))
-                self._read_at = now - min(looked_s, settings.lookup_s)
+                # The lookups have delivered, and the time between two polls is the engine's step.
+                self._read_at = now
             for ref in refs:
                 self._read(ref)
         if self._verified():
@@ -152,8 +151,8 @@ class Fetch:
                         break
                 elif not ended[number]:
                     return
-        for call, answers in self._lookups:
-            if late and call is not None and len(answers) < len(self._candidates):
+        for over, (call, answers) in zip(ended, self._lookups, strict=True):
+            if over and call is not None and len(answers) < len(self._candidates):
                 self._store.count_problem("late_lookup")
         self._looking, self._usable = False, set(self._tiers)
         self._choose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import os
 import sys
 from collections.abc import Mapping
@@ -55,7 +56,10 @@ class ConnectorConfig(TransferOptions):
 
     @property
     def on_loopback(self) -> bool:
-        return self.side_channel_host.startswith("127.") or self.side_channel_host in ("localhost", "::1")
+        try:
+            return ipaddress.ip_address(self.side_channel_host).is_loopback
+        except ValueError:
+            return self.side_channel_host == "localhost"
 
     @property
     def net_devices(self) -> tuple[str, ...]:

@@ -116,3 +116,9 @@ def test_a_command_that_ends_early_says_why(
     assert command(["--url", "http://127.0.0.1:1"]) > 0
     said = capsys.readouterr().err
     assert ("interrupted" if isinstance(error, KeyboardInterrupt) else "IncompleteRead") in said
+
+
+@pytest.mark.parametrize("command", [audit.main, lambda options: drain.main(["engine", *options])])
+def test_an_invalid_url_is_named(capsys: pytest.CaptureFixture[str], command: Any) -> None:
+    assert command(["--url", "service:8000"]) > 0
+    assert "unknown url type" in capsys.readouterr().err

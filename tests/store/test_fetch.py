@@ -148,6 +148,20 @@ def test_progress_of_a_tier_counts_for_its_queued_reads(make: Make) -> None:
     assert fetch.poll(), "a hanging one is not"
 
 
+def test_a_long_lookup_leaves_reads_their_time(make: Make) -> None:
+    store = make(MemoryTier("disk", ALL), lookup_s=5.0)
+    (lookups,), (reads,) = lanes(store, "lookups", held=True), lanes(store, "reads", held=True)
+    fetch = begun(store)
+    lookups.run()
+    [(call, _)] = fetch._lookups  # noqa: SLF001
+    assert call is not None
+    call.seconds = 5.0
+    assert not fetch.poll()
+    assert not fetch.poll()
+    reads.run()
+    assert ended(fetch, store)[0] == 384
+
+
 def test_lookups_without_an_answer_are_misses(make: Make) -> None:
     store = make(MemoryTier("memory", ALL), MemoryTier("disk", ALL))
     memory, disk = lanes(store, "lookups", held=True)

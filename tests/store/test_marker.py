@@ -102,3 +102,13 @@ def test_a_folder_that_others_can_change_is_refused(
             FolderTier(tmp_path / "link", 1 << 20)
     else:
         assert write(FolderTier(tmp_path / "link", 1 << 20), 1)
+
+
+def test_new_folders_are_the_owners(tmp_path: Path) -> None:
+    """Whatever the umask: nobody else can put another folder in a new one's place."""
+    before = os.umask(0)
+    try:
+        FolderTier(tmp_path / "a/b", 1 << 20)
+    finally:
+        os.umask(before)
+    assert [oct((tmp_path / each).stat().st_mode & 0o777) for each in ("a", "a/b")] == ["0o755", "0o700"]

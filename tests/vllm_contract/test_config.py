@@ -66,6 +66,7 @@ RDMA = ("mlx5_0:1",)
         ({"side_channel_host": "0.0.0.0", "advertise_host": "10.0.0.7"}, "", (), ("eth0",)),
         ({"side_channel_host": "10.0.0.7"}, "", RDMA, ()),  # UCX uses all of them
         ({"side_channel_host": "10.0.0.8"}, "", (), ()),
+        ({"side_channel_host": "127.example.com"}, "", (), ()),
     ],
 )
 def test_devices(

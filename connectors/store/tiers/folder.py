@@ -182,11 +182,13 @@ class FolderTier:
         except OSError as error:
             if error.errno not in _FULL or time.monotonic() - self._full_at < _RESCAN_S:
                 raise
-        self._full_at = time.monotonic()
         self._evict(self._usage.used_bytes - file_bytes, deadline)
-        fd = self.files.create(self._parts, part, file_bytes)
-        self._full_at = float("-inf")
-        return fd
+        try:
+            return self.files.create(self._parts, part, file_bytes)
+        except OSError as error:
+            if error.errno in _FULL:
+                self._full_at = time.monotonic()
+            raise
 
     def _give_up(self, part: str, size_bytes: int) -> None:
         try:

@@ -23,6 +23,10 @@ def opened_root(path: Path, create: bool = True) -> Iterator[OpenFolder]:
     """
     try:
         root = open_folder(path, create)
+        if not os.access(".", os.W_OK | os.X_OK, dir_fd=root.fd):
+            raise ConfigurationError(
+                f"store: this process may not write to {path} or search it; permit both, or configure another path"
+            )
         # The marker is created before all other files: if another process has created some of the
         # listed ones in the meantime, it exists now.
         others = {entry.name for entry in root.entries()} - {"lost+found", MARKER}

@@ -66,7 +66,11 @@ def open_folder(path: Path, create: bool = False) -> OpenFolder:
     OSError that names the folder at fault.
     """
     if create:
-        path.mkdir(0o700, parents=True, exist_ok=True)
+        # One by one: `Path.mkdir` creates parents with the umask alone.
+        for folder in (*reversed(path.absolute().parents), path):
+            if not folder.exists():
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir(0o700 if folder == path else 0o755)
     return _checked(str(path), os.open(path, _FLAGS))
 
 

@@ -70,7 +70,7 @@ def test_families_that_differ_in_type():
     """A family has one TYPE line, that of the first process, and then all samples as written."""
     sources = [
         ("prefill", "p1", "# HELP x A gauge.\n# TYPE x gauge\nx 1e-07 1700000000000\n# HELP y \n# TYPE y gauge\ny 1\n"),
-        ("decode", "d1", '# HELP x Else.\n# TYPE x histogram\nx_bucket{le="1"} 2\nx_count 2\n'),
+        ("decode", "d1", '# HELP x Else.\n# a comment\n# EOF\n# TYPE x histogram\nx_bucket{le="1"} 2\nx_count 2\n'),
     ]
     assert merge(sources).splitlines() == [
         "# HELP x A gauge.",
