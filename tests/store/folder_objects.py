@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from connectors.store.keys.names import DIGEST_BYTES, ObjectName
+from connectors.store.keys.names import ObjectName
+from connectors.store.tiers.files import DIGEST_BYTES
 from connectors.store.tiers.folder import FolderTier
 
 SPACE = b"a" * 16

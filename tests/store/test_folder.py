@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from connectors.errors import ConfigurationError, CorruptObjectError, StoreError
-from connectors.store.keys.names import DIGEST_BYTES
 from connectors.store.tiers import folder
-from connectors.store.tiers.files import PIECE_BYTES, Files
+from connectors.store.tiers.files import DIGEST_BYTES, PIECE_BYTES, Files
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.open_folder import OpenFolder
 from tests.campaigns.store.world import held

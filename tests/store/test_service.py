@@ -210,7 +210,7 @@ class ConstantDigest:
 def test_a_cut_of_the_fault_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: bool) -> None:
     """Forty faults. The campaign finds a store that does not check its payloads."""
     if not checks:
-        monkeypatch.setattr(ObjectName, "digest", lambda _: ConstantDigest())
+        monkeypatch.setattr("connectors.store.tiers.folder.digest_of", lambda _: ConstantDigest())
     outcome = campaign.run(tmp_path, tmp_path, seed=2, faults=40, without=frozenset({"killed_process"}))
     assert all("is not what was stored" in problem for problem in outcome.problems), outcome
     assert bool(outcome.problems) != checks

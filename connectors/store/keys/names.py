@@ -7,7 +7,7 @@
     key        namespace, prefix up to the object's end, group
 
 All three are BLAKE2b digests. They do not depend on Python's ``hash``, the TP size, block sizes or
-the host. An object's file begins with an xxh3_128 digest of its name and payload.
+the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
 from connectors.errors import PlanError
 from connectors.planning.layout import EngineLayout
@@ -30,7 +29,6 @@ from connectors.store.planning.prefix import ObjectRef
 FORMAT = 2
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
-DIGEST_BYTES = 16
 
 # Separates the adapter, the salt and features from token ids, which are never negative.
 _MARK = np.array([-1], "<i8").tobytes()
@@ -50,10 +48,6 @@ class ObjectName:
     @property
     def path(self) -> tuple[str, str]:
         return self.space.hex(), self.key.hex()
-
-    def digest(self) -> xxhash.xxh3_128:
-        """Return a digest of the name, to update with the payload: a moved file is then corrupt."""
-        return xxhash.xxh3_128(self.space + self.key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""System calls on object files: a digest of 16 bytes, then the payload.
+"""System calls on object files: the xxh3_128 digest of name and payload, then the payload.
 
 Tests replace ``Files`` to inject failures.
 """
@@ -10,12 +10,21 @@ import fcntl
 import os
 from collections.abc import Callable
 
-from connectors.store.keys.names import DIGEST_BYTES
+import xxhash
+
+from connectors.store.keys.names import ObjectName
 from connectors.store.tiers.open_folder import OpenFolder
+
+DIGEST_BYTES = 16
 
 PIECE_BYTES = 256 << 10
 """Maximum payload bytes per read call. Each reports progress, so that a slow disk does not count as
 hanging. A piece fits into the CPU's L2 cache, where its digest is computed."""
+
+
+def digest_of(name: ObjectName) -> xxhash.xxh3_128:
+    """Return a digest of the name, to update with the payload: a moved file is then corrupt."""
+    return xxhash.xxh3_128(name.space + name.key)
 
 
 class Files:

@@ -28,8 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from connectors.errors import CorruptObjectError, StoreError
-from connectors.store.keys.names import DIGEST_BYTES, ObjectName
-from connectors.store.tiers.files import Files, is_abandoned
+from connectors.store.keys.names import ObjectName
+from connectors.store.tiers.files import DIGEST_BYTES, Files, digest_of, is_abandoned
 from connectors.store.tiers.marker import folder_id, opened_root
 from connectors.store.tiers.open_folder import OpenFolder
 from connectors.store.tiers.usage import Usage, allocated
@@ -108,7 +108,7 @@ class FolderTier:
         error, ``payload`` is undefined.
         """
         space, key = name.path
-        folder, digest = self._objects.folder(space), name.digest()
+        folder, digest = self._objects.folder(space), digest_of(name)
 
         def add(piece: memoryview) -> None:
             # Now, not after the last piece: these bytes are still in the CPU's cache.
@@ -130,7 +130,7 @@ class FolderTier:
         """Return False if the object exists. Raises StoreError also at ``deadline``."""
         if self._exists(name):
             return False
-        digest = name.digest()
+        digest = digest_of(name)
         digest.update(payload)
         file_bytes = DIGEST_BYTES + payload.nbytes
         size, part = allocated(file_bytes), f"{self._process}-{next(self._part_numbers)}"

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.upstream.cpu_build.vllm_cpu_kernels import cpu_features
-from connectors.store.keys.names import DIGEST_BYTES, ObjectName
+from connectors.store.keys.names import ObjectName
+from connectors.store.tiers.files import DIGEST_BYTES, digest_of
 from testing import fork_server
 from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import MAX_TOKENS, difference
@@ -242,7 +243,8 @@ def damaged(store: Path) -> list[str]:
     """Return the objects that a reader would reject."""
     found = []
     for file in (store / "objects").glob("*/*"):
-        data, digest = file.read_bytes(), ObjectName(bytes.fromhex(file.parent.name), bytes.fromhex(file.name)).digest()
+        name = ObjectName(bytes.fromhex(file.parent.name), bytes.fromhex(file.name))
+        data, digest = file.read_bytes(), digest_of(name)
         digest.update(data[DIGEST_BYTES:])
         if digest.digest() != data[:DIGEST_BYTES]:
             found.append(f"{file.name} is corrupt")
