@@ -344,5 +344,5 @@ def test_pages_of_slots_are_stored_whole_for_engines_of_one_shape() -> None:
     stores = [store_layout(plan_store(rank.layout.groups, CHUNK, 4096), rank.layout) for rank in (short, long)]
     assert stores[0] != stores[1]
     through_the_store(short, slotted_rank(1, KVCacheLayout.LBHNC, 32), 256)
-    with pytest.raises(ConfigurationError, match="chunk_tokens to a multiple of 32"):
+    with pytest.raises(ConfigurationError, match="chunk_tokens must be a multiple of 32"):
         plan_store(short.layout.groups, 48, 4096)
