@@ -48,7 +48,7 @@ class StoredGroup:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """What is stored of each KV cache group, by index."""
+    """Division of requests into chunks, and what is stored of each KV cache group, by index."""
 
     chunk_tokens: int
     groups: tuple[StoredGroup, ...]
