@@ -47,7 +47,7 @@ UNREAD_MARGIN_S = 10.0
 
 
 class DeployedModel(NamedTuple):
-    """Bound deployments of a model, which Serve replaces by handles; fields as in `ModelEngines`."""
+    """Deployments of one model, which Serve replaces by handles; fields as in `ModelEngines`."""
 
     prefill: Any
     decode: Any
