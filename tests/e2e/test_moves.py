@@ -45,10 +45,8 @@ class Case:
 
 CASES = {
     "llama": Case("llama"),
-    "llama, TP 1 to 2": Case("llama", (1, 2)),
     "sliding windows, TP 1 to 2, blocks of 32 to 64": Case("gemma3", (1, 2), {"block_size": 64}),
     "sliding windows, TP 2 to 1": Case("gemma3", (2, 1)),
-    "states": Case("falcon_h1"),
     "states, TP 1 to 2": Case("falcon_h1", (1, 2)),
 }
 
@@ -136,4 +134,4 @@ async def test_some_streams_stay(two_engines: tuple[VllmEngine, VllmEngine], kin
     """Logprobs and seeds depend on the steps. vLLM delays the end of the others, or misses it."""
     engine, heir = two_engines
     with pytest.raises(NothingLeftError):
-        await stream(engine, *STAY[kind], 14, heir, moves=True)
+        await stream(engine, *STAY[kind], 14, heir, moves=True, attempts=5)

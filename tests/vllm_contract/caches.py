@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
@@ -22,6 +24,17 @@ from app.demo.paths import MODEL_DIR
 BLOCKS, BLOCK_TOKENS, HEADS, HEAD_SIZE, WINDOW = 8, 32, 4, 32, 128
 CONTENT = 2 * HEAD_SIZE
 BLOCK_ELEMENTS = HEADS * BLOCK_TOKENS * CONTENT
+
+
+def cache_folder(root: Path) -> Path:
+    """Make `root` a VLLM_CACHE_ROOT without digests of weights, but with vLLM's facts about model
+    classes, each of which takes it a new process.
+    """
+    facts = Path(envs.VLLM_CACHE_ROOT) / "modelinfos"
+    for folder in (facts, root):
+        folder.mkdir(parents=True, exist_ok=True)
+    (root / facts.name).symlink_to(facts)
+    return root
 
 
 @cache

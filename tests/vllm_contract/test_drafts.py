@@ -22,7 +22,7 @@ from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.model.drafts import draft_identity, reads_next_token
 from connectors.vllm_hma.model.translate import group_shapes, total_heads
 from connectors.vllm_hma.upstream.vllm_request_prompt import drop_last_token, sample_last_token
-from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, connector_config, full, vllm_config
+from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, cache_folder, connector_config, full, vllm_config
 
 TARGET_LAYERS, TARGET_HEADS = 6, 4
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
@@ -30,12 +30,9 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
 @pytest.fixture(scope="module", autouse=True)
 def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep digests of weights out of the user's cache.
-
-    One folder for all tests: vLLM inspects a model class in a new process if its cache is empty.
-    """
+    """Keep digests of weights out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("VLLM_CACHE_ROOT", str(cache_folder(tmp_path_factory.mktemp("cache"))))
         yield
 
 

@@ -33,6 +33,7 @@ from tests.vllm_contract.caches import (
     BLOCKS,
     WINDOW,
     cache_config,
+    cache_folder,
     connector_config,
     full,
     sliding,
@@ -45,7 +46,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(autouse=True)
 def cache_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = tmp_path / "cache"
+    root = cache_folder(tmp_path / "cache")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(root))
     return root
 
