@@ -109,7 +109,7 @@ def start_ray_llms(stack: ExitStack, folder: Path, model: str, connectors: dict[
             folder, model, ENGINE | {"dtype": "float32", "enforce_eager": True}, {"kv_connector": connector}
         )
         stack.callback(peer.stop)
-        sides[name] = asleep(stack, engines(peer.family())), through_router(url)
+        sides[name] = asleep(stack, engines(peer.processes())), through_router(url)
     return sides
 
 
@@ -132,12 +132,12 @@ def start_sides(stack: ExitStack, folder: Path, model: str, vllm_router: str, ra
         servers.append(start_vllm(folder / f"{role}.log", model, port, transfer, side_channel))
         urls.append(f"http://127.0.0.1:{port}")
     for url, server in zip(urls, servers, strict=True):
-        server.until_up(f"{url}/health")
+        server.wait_until_up(f"{url}/health")
     router_url = ""
     if vllm_router:
         router, router_url = start_vllm_router(vllm_router, folder, *urls)
         servers.append(router)
-    theirs = asleep(stack, [one for server in servers for one in server.family()])
+    theirs = asleep(stack, [one for server in servers for one in server.processes()])
     sides["nixl"] = theirs, through_nixl(*urls)
     if vllm_router:
         sides["vllm-router"] = theirs, through_router(router_url)

@@ -55,10 +55,10 @@ class Program:
             )
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def until(self, ready: str | Callable[[], object], within_s: float = START_S) -> None:
+    def wait_until(self, ready: str | Callable[[], object], within_s: float = START_S) -> None:
         """Wait for these words in the log, or for a true value.
 
         Raises RuntimeError, with the log's end, if the program ends or time runs out first; no
@@ -66,21 +66,21 @@ class Program:
         """
         give_up_at = time.monotonic() + within_s
         try:
-            while not (ready in self.said if isinstance(ready, str) else ready()):
+            while not (ready in self.output if isinstance(ready, str) else ready()):
                 if self.process.poll() is not None or time.monotonic() > give_up_at:
                     ended = f"ended with {self.process.poll()}" if self.process.poll() is not None else "is not ready"
-                    raise RuntimeError(f"{self.log.stem} {ended}:\n{self.said[-4000:]}")
+                    raise RuntimeError(f"{self.log.stem} {ended}:\n{self.output[-4000:]}")
                 time.sleep(POLL_S)
         except BaseException:
             # A caller that is stopped here has no reference to it yet.
             self.stop()
             raise
 
-    def until_up(self, url: str) -> None:
-        """Wait until ``url`` answers 200; see ``until``."""
-        self.until(lambda: answers(url))
+    def wait_until_up(self, url: str) -> None:
+        """Wait until ``url`` answers 200; see ``wait_until``."""
+        self.wait_until(lambda: is_up(url))
 
-    def family(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         """Return the program's process and its descendants; none once it has ended, since another
         process may have its id.
         """
@@ -98,7 +98,7 @@ class Program:
 
     def kill(self) -> None:
         """Send SIGKILL to all processes, as if their machine had lost power."""
-        family = self.family()
+        family = self.processes()
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -106,7 +106,7 @@ class Program:
         self.process.wait()
 
 
-def module(log: Path, *words: str, environment: Mapping[str, str] | None = None) -> Program:
+def start_module(log: Path, *words: str, environment: Mapping[str, str] | None = None) -> Program:
     """Run ``python -m`` with the variables of engines on CPUs."""
     return Program([sys.executable, "-m", *words], log, os.environ | ENVIRONMENT | dict(environment or {}))
 
@@ -116,14 +116,14 @@ def stop(programs: Sequence[Program]) -> None:
     _end(programs, signal.SIGTERM, STOP_S, False)
 
 
-def answers(url: str) -> bool:
+def is_up(url: str) -> bool:
     with suppress(httpx.TransportError):
         return httpx.get(url, timeout=5).status_code == 200
     return False
 
 
 def _end(programs: Sequence[Program], number: signal.Signals, within_s: float, group: bool) -> list[psutil.Process]:
-    family = [process for program in programs for process in program.family()]
+    family = [process for program in programs for process in program.processes()]
     for program in programs:
         if program.process.poll() is None:
             (os.killpg if group else os.kill)(program.process.pid, number)

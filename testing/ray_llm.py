@@ -71,7 +71,7 @@ def start(folder: Path, model: str, engine: Mapping[str, Any], transfer: Mapping
     command = [PYTHON, "-m", "testing.ray_llm", model, str(port), json.dumps(engine), json.dumps(transfer)]
     program = Program(command, log, os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)})
     # The application answers /v1/models long before it has an engine.
-    program.until(READY, START_S)
+    program.wait_until(READY, START_S)
     return program, f"http://127.0.0.1:{port}"
 
 

@@ -76,5 +76,5 @@ class RayCluster:
         command = self.command("ray", "start", "--block", "--disable-usage-stats", port, *options)
         node = Program(command, self.folder / f"{name}.log", own, Path.cwd())
         self.nodes.append(node)
-        node.until("--block", START_S)
+        node.wait_until("--block", START_S)
         return node

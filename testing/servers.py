@@ -25,7 +25,7 @@ from actors.engine.startup.start_log import root_cause
 from app.demo.paths import MODEL_DIR
 from testing import fork_server
 from testing.processes import free_cores
-from testing.programs import Program, answers, module
+from testing.programs import Program, is_up, start_module
 
 POOL_BLOCKS = 448
 """Number of KV blocks of each engine; small, so that another request soon reuses a freed block."""
@@ -40,7 +40,7 @@ def start_vllm(
 ) -> Program:
     """Start a server of any model with a KV connector; ``Server`` has the demo model."""
     connector = ("--kv-transfer-config", json.dumps(transfer))
-    return module(log, API_SERVER, *_arguments(model, port, 4096), *connector, environment=environment)
+    return start_module(log, API_SERVER, *_arguments(model, port, 4096), *connector, environment=environment)
 
 
 def _arguments(model: str, port: int, max_model_len: int) -> list[str]:
@@ -103,7 +103,7 @@ class Server:
         if self.transfer is not None:
             argv += ["--kv-transfer-config", json.dumps(self.transfer)]
         if not self.forked:
-            started = module(self.log, API_SERVER, *argv, environment=self.environment)
+            started = start_module(self.log, API_SERVER, *argv, environment=self.environment)
             self._api = psutil.Process(started.process.pid)
             return
         fork_server.prepare()
@@ -122,7 +122,7 @@ class Server:
                 # The kernel has not yet released the socket of the server that this one replaces.
                 time.sleep(1.0)
                 self.start()
-            if answers(f"{self.url}/health"):
+            if is_up(f"{self.url}/health"):
                 return
             time.sleep(0.1)
         raise self.start_failure()

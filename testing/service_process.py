@@ -35,7 +35,7 @@ class ServiceProcess:
 
     @property
     def log(self) -> str:
-        return self._program.said
+        return self._program.output
 
     def start(self) -> None:
         """Start the service and wait until the launcher reports that it is ready.
@@ -46,13 +46,13 @@ class ServiceProcess:
         command = [*self.command, "--config", str(self.config), "--port", str(self.port), *self.arguments]
         environment = os.environ | {"VERBOSE": "1"} | dict(self.environment)
         self._program = Program(command, self.folder / "service.log", environment, self.cwd, attached=True)
-        self._program.until("tandem: ready", START_TIMEOUT_S)
+        self._program.wait_until("tandem: ready", START_TIMEOUT_S)
 
     def processes(self) -> list[psutil.Process]:
         """Return the launcher and all its descendants: Ray's processes, actors, engine cores and
         workers.
         """
-        return self._program.family()
+        return self._program.processes()
 
     def stop(self, number: signal.Signals = signal.SIGINT, group: bool = False) -> list[psutil.Process]:
         """Send a signal to the launcher, or to its process group.

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from testing.ports import free_port
-from testing.programs import Program, module, stop
+from testing.programs import Program, start_module, stop
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Arm:
 
     def cpu_s(self) -> float:
         """Return the processor time of its processes and their descendants, so far."""
-        family = [each for program in self.programs for each in program.family()]
+        family = [each for program in self.programs for each in program.processes()]
         return sum(used.user + used.system for used in (each.cpu_times() for each in family))
 
 
@@ -35,15 +35,15 @@ def start_vllm_router(command: str, folder: Path, prefill: str, decode: str) -> 
     line += ["--policy", "round_robin", "--port", str(port), "--prometheus-port", str(free_port())]
     line += ["--health-check-interval-secs", "86400"]
     router, url = Program(line, folder / "vllm-router.log"), f"http://127.0.0.1:{port}"
-    router.until_up(f"{url}/health")
+    router.wait_until_up(f"{url}/health")
     return router, url
 
 
 def run_module(started: list[Program], folder: Path, name: str, *arguments: str) -> tuple[Program, str]:
     """Run `python -m NAME ARGUMENTS PORT`, and wait until it answers at the returned URL."""
     port = free_port()
-    started.append(program := module(folder / f"{name}-{port}.log", name, *arguments, str(port)))
-    program.until_up(f"http://127.0.0.1:{port}/health")
+    started.append(program := start_module(folder / f"{name}-{port}.log", name, *arguments, str(port)))
+    program.wait_until_up(f"http://127.0.0.1:{port}/health")
     return program, f"http://127.0.0.1:{port}"
 
 
@@ -63,7 +63,7 @@ def begin(stack: ExitStack, folder: Path, vllm_router: str, routers: int) -> dic
     proxy_port = free_port()
     service, service_url = run("benchmarks.router.service", str(routers), str(proxy_port))
     proxy_url = f"http://127.0.0.1:{proxy_port}"
-    service.until_up(f"{proxy_url}/health")
+    service.wait_until_up(f"{proxy_url}/health")
     found = {
         "direct": Arm(decode_url, (decode,)),
         "tandem": Arm(service_url, (service,)),

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from testing.ports import free_port
-from testing.programs import module
+from testing.programs import start_module
 from testing.servers import Server
 
 FACTS = (1, 5, 20, 21, 40, 80, 120, 160)
@@ -37,8 +37,8 @@ def proxied(folder: Path, prefill: Server, decode: Server) -> Iterator[str]:
     port = free_port()
     with running(prefill, decode):
         words = ("--prefill", prefill.url, "--decode", decode.url, "--port", str(port))
-        proxy = module(folder / "proxy.log", "testing.sequential_proxy", *words)
-        proxy.until_up(f"http://127.0.0.1:{port}/docs")
+        proxy = start_module(folder / "proxy.log", "testing.sequential_proxy", *words)
+        proxy.wait_until_up(f"http://127.0.0.1:{port}/docs")
         try:
             yield f"http://127.0.0.1:{port}"
         finally:

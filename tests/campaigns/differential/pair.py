@@ -15,7 +15,7 @@ from configs.settings.service import DEMO_MODEL_DIR, DEMO_SERVED_NAME
 from testing.adapters import lora_adapter
 from testing.models import damaged
 from testing.ports import free_port
-from testing.programs import Program, module
+from testing.programs import Program, start_module
 from testing.servers import API_SERVER
 from testing.service_process import ServiceProcess, write_config
 from tests.campaigns.differential.model import thinking_model
@@ -62,7 +62,7 @@ class PairOfServers:
     def check_single(self) -> None:
         """Raise RuntimeError, with the end of the log, if the single server has ended."""
         if self.single.process.poll() is not None:
-            raise RuntimeError(f"the single server has ended, so its answers are missing:\n{self.single.said[-5000:]}")
+            raise RuntimeError(f"the single server has ended: its answers are missing:\n{self.single.output[-4000:]}")
 
 
 @contextmanager
@@ -105,9 +105,9 @@ def pair_of_servers(
         # One side after the other: engines that start at once starve a small machine's Serve.
         service.start()
         stack.callback(service.stop)
-        single = module(folder / "single.log", API_SERVER, *arguments)
+        single = start_module(folder / "single.log", API_SERVER, *arguments)
         stack.callback(single.stop)
-        single.until_up(f"http://127.0.0.1:{port}/health")
+        single.wait_until_up(f"http://127.0.0.1:{port}/health")
         yield PairOfServers(service, single, f"http://127.0.0.1:{port}", first_token)
 
 

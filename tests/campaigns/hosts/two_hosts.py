@@ -72,7 +72,7 @@ class TwoHosts:
         address = f"{self.front.address}:{RAY_PORT}"
         launch = ["-m", "app.run", "--config", str(self.config), "--address", address, "--port", str(HTTP_PORT)]
         service = self.front.start([sys.executable, *launch], self.folder / "service.log", **self._environment)
-        service.until("tandem: ready", START_TIMEOUT_S)
+        service.wait_until("tandem: ready", START_TIMEOUT_S)
 
     def start_back(self) -> None:
         """Start (again) the Ray node for prefill."""
@@ -84,7 +84,7 @@ class TwoHosts:
         small = ["--num-cpus=1", "--object-store-memory=100000000"]
         log = self.folder / f"ray-{host.name}-{time.monotonic_ns()}.log"
         node = host.start([*command, *own, *small], log, **self._environment)
-        node.until("Ray runtime started", NODE_TIMEOUT_S)
+        node.wait_until("Ray runtime started", NODE_TIMEOUT_S)
 
 
 @contextlib.contextmanager

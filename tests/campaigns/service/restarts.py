@@ -148,7 +148,7 @@ async def _kill_head(report: Report, cluster: Cluster, mode: str, damage: float)
         await clients.stop()
         clients.next_phase(report)
         clients.judge(report)
-        _, left = await asyncio.to_thread(psutil.wait_procs, worker.family(), 120)
+        _, left = await asyncio.to_thread(psutil.wait_procs, worker.processes(), 120)
         report.row(mode=mode, worker_ended_after_s=round(time.monotonic() - killed_at))
         report.equal("processes left on a node without the head", [str(one) for one in left], [])
         return
@@ -168,7 +168,7 @@ async def _kill_head(report: Report, cluster: Cluster, mode: str, damage: float)
     clients.next_phase(report)
     clients.judge(report)
     # The only decode engine: its requests are refused until Serve has replaced it.
-    engine_processes(worker.family(), "Decode")[0].core.kill()
+    engine_processes(worker.processes(), "Decode")[0].core.kill()
 
     def replaced() -> bool:
         now = _engine_ids(cluster.url)
