@@ -127,7 +127,9 @@ SCRIPTS = scripts("""
 4 connected b
 5 release t7 d | connect d
 24.9 tick
+24.9 awaits d0 | True
 25 tick
+25 awaits d0 | False
 25 connected d
 == offered: an id is for one request, and for lease_s after its end
 0 start twin t | failed twin

@@ -134,6 +134,8 @@ def test_prompt_digests_distinguish_prompts() -> None:
     assert prompt_digest((1, 2, 3)) == prompt_digest([1, 2, 3])
     others = [[], ["adapter"], ["image-1"], ["image-2"], ["image-1", "adapter"], ["image-1adapter"]]
     assert len({prompt_digest([1], other) for other in others}) == len(others)
+    known = prompt_digest([1, 2, 300], ("a", "bc"))
+    assert known == "56bca9138b3ef54bbdb3795d8d88a32b", "engines of two releases compare digests"
 
 
 def test_one_alive_may_be_lost() -> None:
