@@ -158,6 +158,11 @@ SCRIPTS = scripts("""
 1801 tick | forget 0, forget 1
 1801 knows 0 | False
 1802 start r2 | connect a
+== known: the engine whose last use is earlier is removed first, however long it is known
+0 connected b
+5 release t9 | cancel 0 t9 #1, cancel 1 t9 #1
+1800 tick | forget b0, forget b1
+1805 tick | forget 0, forget 1
 == offered: the owner drops an engine
 1 fin 0
 1 forget

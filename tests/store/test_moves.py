@@ -18,7 +18,7 @@ from connectors.store.planning.chunks import StorePlan, plan_store
 from connectors.store.planning.layout import object_bytes, plan_rank, prove_store
 from connectors.store.planning.moves import load_moves, object_in_blocks, store_moves
 from connectors.store.planning.prefix import ObjectRef, completed_objects, needed_objects
-from tests.planning.builders import CANARY, STYLES, GroupShape, Rank, Shape, execute, make_engine
+from tests.planning.builders import CANARY, STYLES, GroupShape, Rank, Shape, execute, make_engine, with_field
 
 FULL: GroupShape = (GroupKind.FULL, None, 2)
 STATE: GroupShape = (GroupKind.STATE, None, 1)
@@ -187,6 +187,17 @@ def test_a_window_that_has_passed_cannot_be_stored() -> None:
     pair = plan_rank(plan, engine[0].layout).store
     with pytest.raises(PlanError, match="blocks before token 8 are no longer allocated"):
         store_moves(plan, pair, [[0, 4]], {ref: 64})
+
+
+def test_an_object_has_the_stripes_of_a_page() -> None:
+    """Two stripes of rows, one after the other, of two layers of four heads."""
+    shape = Shape(kv_heads=4, style="head_major", rows=4, block_tokens=4, row_bytes=8, groups=(FULL,))
+    layout = make_engine(shape, 1)[0].layout
+    halves = [replace(each, rows=2, stripes=2, stripe_stride_bytes=16) for each in layout.groups[0].layers]
+    layout = with_field(layout, 0, layers=tuple(halves))
+    plan = plan_store(layout.groups, 8, 4096)
+    (pages, _) = prove_store(plan, [layout]).groups[0].layers
+    assert (pages.rows, pages.stripe_stride_bytes, pages.head_stride_bytes) == (4, 32, 64)
 
 
 def test_a_missing_object_is_refused() -> None:
