@@ -75,9 +75,9 @@ def test_needed_blocks_are_allocated(group: Group, table: list[int], start: int,
 
 def test_null_blocks_before_the_window_and_old_states_are_ignored() -> None:
     assert wanted_blocks(sliding(4), [0, 0, 7], 0, 12).ids.tolist() == [7]
-    for table, end in (([7], 3), ([0, 0, 9], 11), ([5, 6, 9], 11)):
+    for table, end, block in (([7], 3, 7), ([0, 0, 9], 11, 9), ([5, 6, 9], 11, 9), ([5, 6, 9], 7, 6)):
         blocks = wanted_blocks(STATE, table, 0, end)
-        assert (blocks.positions.tolist(), blocks.ids.tolist()) == ([0], [table[-1]])
+        assert (blocks.positions.tolist(), blocks.ids.tolist()) == ([0], [block])
 
 
 @pytest.mark.parametrize(("computed", "complete"), [(9, False), (10, True), (11, False)])

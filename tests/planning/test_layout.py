@@ -58,6 +58,8 @@ def test_sizes_by_hand() -> None:
     sizes = [(pages.page_bytes, pages.last_offset) for pages in (PAGES, SPLIT, STRIPED)]
     assert sizes == [(100, 100), (120, 2 * 150 + 60 + 12 + 10), (80, 50 + 20 + 10 + 10)]
     assert replace(FULL, layers=(PAGES, replace(PAGES, block_stride_bytes=128))).block_bytes == 200
+    groups = (FULL, replace(FULL, kind=GroupKind.SLIDING, window_tokens=7), replace(FULL, kind=GroupKind.STATE))
+    assert [group.kept_tokens for group in groups] == [0, 7, FULL.block_tokens]
     assert LAYOUT.memory_kind == HOST
     assert Group(0, GroupKind.STATE, 16, None, (replace(PAGES, rows=3),)).block_bytes == 60  # rows are no tokens
 

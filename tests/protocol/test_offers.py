@@ -11,7 +11,7 @@ from connectors.planning.layout import Group, GroupKind
 from connectors.protocol import producer as owner
 from connectors.protocol import production
 from connectors.protocol.actions import Send
-from connectors.protocol.delivery import MAX_EARLY, ConsumerPeer, Stage, Transfer, offer_problem
+from connectors.protocol.delivery import MAX_EARLY, ConsumerPeer, Delivery, Stage, Transfer, offer_problem, take
 from connectors.protocol.wire import Aborted, Offer, Peer
 from tests.protocol.scripts import LIMITS, SHAPES, ProducerPlayer, Tally, blocks
 
@@ -46,6 +46,19 @@ def test_offers_that_cannot_be_served(changes: dict[str, Any], says: str | None)
     transfer = Transfer("t", Stage.LIVE, 0.0, prompt_tokens=12, prompt_digest="digest")
     problem = offer_problem(transfer, replace(OFFER, **changes), groups, consumer)
     assert problem is None if says is None else says in (problem or "")
+
+
+def test_units_of_larger_blocks_are_read_at_their_part() -> None:
+    """A consumer with blocks of 2 tokens; the producer's have 4."""
+    consumer = ConsumerPeer(frozenset({0}), 100, (UnitShape(2, 2, 1),))
+    transfer = Transfer("t", Stage.LIVE, 0.0, prompt_tokens=6, prompt_digest="digest", computed_tokens=6)
+    transfer.tables = [[7, 8]]
+    offer = Offer("t", 6, "digest", (blocks([0, 1, 2], [50, 51, 52]),))
+    groups = [Group(0, GroupKind.FULL, 4, None, ())]
+    problem, (moves,) = take(transfer, Delivery(Peer("c", 0), offer=offer), offer, groups, consumer)
+    assert problem is None
+    assert (moves.src_ids.tolist(), moves.src_parts.tolist()) == ([7, 7, 8], [0, 1, 0])
+    assert (moves.dst_ids.tolist(), moves.dst_parts.tolist()) == ([50, 51, 52], [0, 0, 0])
 
 
 def test_a_freed_block_is_not_read() -> None:
