@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from testing.ports import free_port
 from testing.service_process import ROOT, write_config
 
@@ -19,8 +17,10 @@ raise RuntimeError("Engine core initialization failed. See root cause above.")
 """
 
 
-@pytest.mark.parametrize("more", [{}, {"HOME": "/none", "LC_ALL": "C", "PYTHONUTF8": "0"}], ids=["usual", "bare"])
-def test_a_failed_start_ends_with_the_engines_own_error(tmp_path: Path, more: dict[str, str]) -> None:
+BARE = {"HOME": "/none", "LC_ALL": "C", "PYTHONUTF8": "0"}
+
+
+def test_a_failed_start_ends_with_the_engines_own_error(tmp_path: Path) -> None:
     """The last lines on the screen are the cause and its log; the exit status is not 0.
 
     Ray starts also without a home directory and with an ASCII locale.
@@ -32,7 +32,7 @@ def test_a_failed_start_ends_with_the_engines_own_error(tmp_path: Path, more: di
     run = subprocess.run(
         [sys.executable, "-m", "app.run", "--config", str(config), "--port", str(free_port())],
         cwd=ROOT,
-        env=os.environ | {"VERBOSE": ""} | more,
+        env=os.environ | {"VERBOSE": ""} | BARE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,6 +1,7 @@
 """The whole service from a client's view: prefill TP 1 -> decode TP 2, real engines, demo model.
 
-One start serves all tests of this file. The last test stops the service and checks for leftovers.
+The service is installed from the wheel, without the checkout. One start serves all tests of this
+file. The last test stops it and checks for leftovers.
 """
 
 import asyncio
@@ -37,11 +38,13 @@ FACTS_FAR = 120
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory) -> Iterator[ServiceProcess]:
+def service(tmp_path_factory, wheel) -> Iterator[ServiceProcess]:
     folder = tmp_path_factory.mktemp("service")
     proxies = dict.fromkeys(("http_proxy", "ALL_PROXY"), "http://127.0.0.1:9")  # nothing of a service uses them
     environment = proxies | {"VLLM_LOGGING_LEVEL": "INFO"}  # other tests of this process set WARNING
-    service = ServiceProcess(write_config("local-unequal-tp.yaml", folder), folder, environment=environment)
+    command = ("env", "-u", "PYTHONPATH", str(wheel / "bin/tandem"), "run")
+    config = write_config("local-unequal-tp.yaml", folder)
+    service = ServiceProcess(config, folder, environment=environment, command=command, cwd=wheel)
     service.start()
     yield service
     service.stop()
