@@ -98,17 +98,17 @@ class Program:
 
     def kill(self) -> None:
         """Send SIGKILL to all processes, as if their machine had lost power."""
-        family = self.processes()
-        for process in family:
+        processes = self.processes()
+        for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(family, timeout=STOP_S)
+        psutil.wait_procs(processes, timeout=STOP_S)
         self.process.wait()
 
 
-def start_module(log: Path, *words: str, environment: Mapping[str, str] | None = None) -> Program:
-    """Run ``python -m`` with the variables of engines on CPUs."""
-    return Program([sys.executable, "-m", *words], log, os.environ | ENVIRONMENT | dict(environment or {}))
+def start_module(log: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Program:
+    """Start ``python -m`` with the variables of engines on CPUs."""
+    return Program([sys.executable, "-m", *arguments], log, os.environ | ENVIRONMENT | dict(environment or {}))
 
 
 def stop(programs: Sequence[Program]) -> None:
@@ -123,11 +123,11 @@ def is_up(url: str) -> bool:
 
 
 def _end(programs: Sequence[Program], number: signal.Signals, within_s: float, group: bool) -> list[psutil.Process]:
-    family = [process for program in programs for process in program.processes()]
+    processes = [process for program in programs for process in program.processes()]
     for program in programs:
         if program.process.poll() is None:
             (os.killpg if group else os.kill)(program.process.pid, number)
-    _, left = psutil.wait_procs(family, timeout=within_s)
+    _, left = psutil.wait_procs(processes, timeout=within_s)
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -21,8 +21,8 @@ class Arm:
 
     def cpu_s(self) -> float:
         """Return the processor time of its processes and their descendants, so far."""
-        family = [each for program in self.programs for each in program.processes()]
-        return sum(used.user + used.system for used in (each.cpu_times() for each in family))
+        processes = [each for program in self.programs for each in program.processes()]
+        return sum(used.user + used.system for used in (each.cpu_times() for each in processes))
 
 
 def start_vllm_router(command: str, folder: Path, prefill: str, decode: str) -> tuple[Program, str]:

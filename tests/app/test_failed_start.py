@@ -18,6 +18,7 @@ raise RuntimeError("Engine core initialization failed. See root cause above.")
 
 
 BARE = {"HOME": "/none", "LC_ALL": "C", "PYTHONUTF8": "0"}
+"""Environment without a home directory, with an ASCII locale."""
 
 
 def test_a_failed_start_ends_with_the_engines_own_error(tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Tandem's wheel, as users install it, and a process that has imported vLLM: engines of these tests
-are forked from it.
-"""
+"""Install Tandem's wheel, and start the fork server for the engines of these tests."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ fork_server.prepare()
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an environment with the wheel, in which the libraries are those of this one."""
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a virtual environment with the wheel, and the libraries of this environment."""
     folder = tmp_path_factory.mktemp("package")
     for part in ("actors", "app", "configs", "connectors"):
         shutil.copytree(ROOT / part, folder / "source" / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -29,9 +27,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
     venv = folder / "venv"
     pip = [sys.executable, "-m", "pip"]
+    # pip's cache finds a wheel by the path of its archive, and pytest uses a path again.
+    make_wheel = [*pip, "wheel", "--no-cache-dir", "--no-deps", "--no-build-isolation", "-w", str(folder)]
     for command in (
         [sys.executable, "-c", build],
-        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(folder / "tandem-0.1.0.tar.gz")],
+        [*make_wheel, str(folder / "tandem-0.1.0.tar.gz")],
         [sys.executable, "-m", "venv", "--without-pip", str(venv)],
         [*pip, "--python", str(venv), "install", "--no-deps", str(folder / "tandem-0.1.0-py3-none-any.whl")],
     ):

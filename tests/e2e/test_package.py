@@ -23,24 +23,24 @@ print(sys.modules["connectors.vllm_hma.connector"].__file__)
 """
 
 
-def run(wheel: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ["env", "-u", "PYTHONPATH", str(wheel / "bin" / program), *arguments]
-    return subprocess.run(command, cwd=wheel, capture_output=True, text=True, check=False)
+def run(installed: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["env", "-u", "PYTHONPATH", str(installed / "bin" / program), *arguments]
+    return subprocess.run(command, cwd=installed, capture_output=True, text=True, check=False)
 
 
-def test_the_connector_alone(wheel: Path) -> None:
+def test_the_connector_alone(installed: Path) -> None:
     """It needs nothing of the service; `tandem run` then names what is missing."""
-    imported = run(wheel, "python", "-c", HIDE.format(hidden=SERVICE) + IMPORT_ALL)
-    assert imported.stdout.startswith(str(wheel)), imported.stderr
+    imported = run(installed, "python", "-c", HIDE.format(hidden=SERVICE) + IMPORT_ALL)
+    assert imported.stdout.startswith(str(installed)), imported.stderr
     code = HIDE.format(hidden=("ray",)) + "from app.cli import main; sys.exit(main(['run']))"
-    without_ray = run(wheel, "python", "-c", code)
+    without_ray = run(installed, "python", "-c", code)
     assert without_ray.returncode == 1
     assert "the module ray is not installed" in without_ray.stderr
 
 
 @pytest.mark.parametrize("name", ["local.yaml", "two-models.yaml"])
-def test_the_printed_settings_are_those_of_the_file(wheel: Path, name: str) -> None:
-    printed = run(wheel, "tandem", "config", "--config", f"configs/{name}").stdout
+def test_the_printed_settings_are_those_of_the_file(installed: Path, name: str) -> None:
+    printed = run(installed, "tandem", "config", "--config", f"configs/{name}").stdout
     shown, shipped = (
         yaml.safe_load(text)["applications"][0]["args"] for text in (printed, (ROOT / "configs" / name).read_text())
     )

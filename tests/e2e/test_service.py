@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import openai
@@ -22,7 +23,7 @@ import pytest
 from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from testing import browser
 from testing.facts import RecallPrompt, exact, make_prompt
-from testing.service_process import ROOT, ServiceProcess, write_config
+from testing.service_process import ROOT, ServiceProcess
 from testing.sse import events
 from tests.campaigns.service.world import MODEL, leaks, total, until
 
@@ -38,13 +39,14 @@ FACTS_FAR = 120
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory, wheel) -> Iterator[ServiceProcess]:
+def service(tmp_path_factory, installed) -> Iterator[ServiceProcess]:
     folder = tmp_path_factory.mktemp("service")
     proxies = dict.fromkeys(("http_proxy", "ALL_PROXY"), "http://127.0.0.1:9")  # nothing of a service uses them
     environment = proxies | {"VLLM_LOGGING_LEVEL": "INFO"}  # other tests of this process set WARNING
-    command = ("env", "-u", "PYTHONPATH", str(wheel / "bin/tandem"), "run")
-    config = write_config("local-unequal-tp.yaml", folder)
-    service = ServiceProcess(config, folder, environment=environment, command=command, cwd=wheel)
+    path = str(ROOT / "testing/cpu_features") if "TANDEM_CPU_FEATURES" in os.environ else ""
+    command = ("env", f"PYTHONPATH={path}", str(installed / "bin/tandem"), "run")
+    config = Path("configs/local-unequal-tp.yaml")
+    service = ServiceProcess(config, folder, environment=environment, command=command, cwd=installed)
     service.start()
     yield service
     service.stop()
@@ -90,6 +92,7 @@ def test_the_engines_have_met_before_the_first_request(http):
     assert metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="recomputed") == 0
     assert http.get("/health").json() == {"status": "ok", "replicas": {"prefill": 1, "decode": 1}}
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [MODEL]
+    assert "<html" in http.get("/").text
 
 
 def test_a_seed_outlives_a_prompt_of_several_steps(http):

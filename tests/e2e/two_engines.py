@@ -105,7 +105,6 @@ async def stream(
     heir: VllmEngine | None = None,
     heirs_identity: str | None = None,
     moves: bool = False,
-    attempts: int = ATTEMPTS,
 ) -> bytes:
     """Return the client's stream if the first engine dies after `dies_at` tokens, or `moves` it.
 
@@ -114,11 +113,11 @@ async def stream(
 
     vLLM joins outputs that the serving layer has not read, and sends nothing for tokens that a tool
     parser holds back. So the chunk with this token may have all remaining tokens, and nothing is
-    left to resume. Raises NothingLeftError if this is so in all `attempts`.
+    left to resume. Raises NothingLeftError if this is so in each of ATTEMPTS streams.
     """
     heir = heir or engine
     outcome = "moved" if moves else "resumed"
-    for _ in range(attempts):
+    for _ in range(ATTEMPTS):
         heirs = Fault()
         fault = Fault(dies_at, moves=0 if moves else None)
         sent, router = await interrupted(engine, request(endpoint, body), fault, heir, heirs, heirs_identity)

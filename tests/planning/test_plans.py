@@ -88,11 +88,13 @@ def test_slices_have_limits(lengths: list[int], most: tuple[int, int], parts: li
 )
 def test_neighbouring_blocks_are_one_run_of_a_layer(src_ids: Any, dst_ids: Any, count: int) -> None:
     """Padding between pages is not moved, so it separates them."""
-    plan, padded = pair_of(Shape()), pair_of(Shape(pad_bytes=8))
+    dense, gaps = (make_rank(Shape(pad_bytes=pad), 0, 1).layout for pad in (0, 8))
+    plan = plan_pair(dense, dense)
     move = whole_blocks(0, ints(*src_ids), ints(*dst_ids))
     runs = build_runs(plan, [move])
     assert (len(runs), runs.total_bytes) == (2 * count, len(src_ids) * plan.unit_bytes[0])
-    assert len(build_runs(padded, [move])) == 2 * len(src_ids)
+    for padded in ((gaps, gaps), (gaps, dense), (dense, gaps)):
+        assert len(build_runs(plan_pair(*padded), [move])) == 2 * len(src_ids)
     assert len(build_runs(plan, [])) == 0
     with pytest.raises(PlanError, match="group 1"):
         build_runs(plan, [whole_blocks(1, ints(1, 2), ints(3))])

@@ -158,7 +158,7 @@ SCRIPTS = scripts("""
 1801 tick | forget 0, forget 1
 1801 knows 0 | False
 1802 start r2 | connect a
-== known: the engine whose last use is earlier is removed first, however long it is known
+== known: engines are removed in the order of their last use, not of first contact
 0 connected b
 5 release t9 | cancel 0 t9 #1, cancel 1 t9 #1
 1800 tick | forget b0, forget b1

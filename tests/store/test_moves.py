@@ -197,7 +197,7 @@ def test_an_object_has_the_stripes_of_a_page() -> None:
     layout = with_field(layout, 0, layers=tuple(halves))
     plan = plan_store(layout.groups, 8, 4096)
     (pages, _) = prove_store(plan, [layout]).groups[0].layers
-    assert (pages.rows, pages.stripe_stride_bytes, pages.head_stride_bytes) == (4, 32, 64)
+    assert (pages.rows, pages.stripes, pages.stripe_stride_bytes, pages.head_stride_bytes) == (4, 2, 32, 64)
 
 
 def test_a_missing_object_is_refused() -> None:

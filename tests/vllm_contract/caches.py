@@ -27,10 +27,11 @@ BLOCK_ELEMENTS = HEADS * BLOCK_TOKENS * CONTENT
 
 
 def cache_folder(root: Path) -> Path:
-    """Make `root` a VLLM_CACHE_ROOT without digests of weights, but with vLLM's facts about model
-    classes, each of which takes it a new process.
+    """Return `root`, prepared as a VLLM_CACHE_ROOT without digests of weights.
+
+    It shares what vLLM has found out about model classes, which takes a new process each.
     """
-    facts = Path(envs.VLLM_CACHE_ROOT) / "modelinfos"
+    facts = Path(envs.VLLM_CACHE_ROOT).absolute() / "modelinfos"
     for folder in (facts, root):
         folder.mkdir(parents=True, exist_ok=True)
     (root / facts.name).symlink_to(facts)

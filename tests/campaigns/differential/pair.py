@@ -62,7 +62,9 @@ class PairOfServers:
     def check_single(self) -> None:
         """Raise RuntimeError, with the end of the log, if the single server has ended."""
         if self.single.process.poll() is not None:
-            raise RuntimeError(f"the single server has ended: its answers are missing:\n{self.single.output[-4000:]}")
+            raise RuntimeError(
+                f"the single server has ended; its answers are missing. End of its log:\n{self.single.output[-4000:]}"
+            )
 
 
 @contextmanager
