@@ -70,6 +70,12 @@ def test_a_freed_block_is_not_read() -> None:
     ]
 
 
+def test_an_offer_without_a_request_ends_with_its_reason() -> None:
+    player = ProducerPlayer()
+    player.play("0 offer 0")
+    assert player.machine.tick(20.0) == [Send(Peer("c", 0), Aborted("t", "the prefill request did not arrive in time"))]
+
+
 # ---- limits on early transfers -------------------------------------------------------------------
 
 
